@@ -1,0 +1,156 @@
+"""Choosing: a pure function of a request, a device and a policy. It looks nothing up on a GPU and launches nothing.
+
+``choose`` asks every candidate for its reasons; ``select`` is what op.py calls: the cached choice for one call, logged
+once, counted, and raising Declined where nothing may run. docs/how-it-decides.md is this file in prose.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flashmap import env
+from flashmap.core import registry, stats
+from flashmap.core.inputs import Call
+from flashmap.core.interface import Declined, Reason, VerifyAttention
+from flashmap.core.request import DeviceInfo, VerifyRequest
+
+logger = logging.getLogger(__name__)
+ENGINE = "engine"  # stands for the engine's own kernel where a Decision lists what was declined
+FALLBACK = "torch_dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the caller wants. ``impl``: this implementation or nothing. ``strict``: no falling back to torch_dense on a GPU.
+
+    ``engine_kernel``: the kernel that an engine would run instead, such as "vllm.CPU_ATTN"; where it is known to be the
+    faster one, the winner is None and the adapter leaves the call to the engine.
+    """
+
+    impl: str | None = None
+    strict: bool = False
+    engine_kernel: str | None = None
+
+    @classmethod
+    def from_env(cls, impl: str | None = None, engine_kernel: str | None = None) -> Policy:
+        """``impl``, or else FLASHMAP_IMPL, with FLASHMAP_STRICT. ValueError when FLASHMAP_IMPL names nothing."""
+        if impl is None:
+            impl = env.get("FLASHMAP_IMPL")
+            if impl is not None and impl not in registry.names():
+                raise ValueError(f"FLASHMAP_IMPL={impl!r} names no implementation: set it to one of {', '.join(registry.names())}, or unset it")
+        return cls(impl, env.get("FLASHMAP_STRICT"), engine_kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Who serves a request. ``winner`` None: nobody here (an engine keeps the call, or the op raises Declined).
+
+    ``declined`` lists in the order of preference those that cannot serve it, each with all its reasons; ``passed`` the
+    names that could but are preferred less.
+    """
+
+    winner: str | None
+    declined: tuple[tuple[str, tuple[Reason, ...]], ...] = ()
+    passed: tuple[str, ...] = ()
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """All reasons of all that declined, in one tuple."""
+        return tuple(reason for _, reasons in self.declined for reason in reasons)
+
+
+def preference(request: VerifyRequest, device: DeviceInfo) -> tuple[str, ...]:
+    """The names that an automatic choice tries, best first. What is not listed runs only when it is named."""
+    return ("triton_splitkv", FALLBACK) if device.type == "cuda" else (FALLBACK,)
+
+
+def choose(
+    request: VerifyRequest,
+    device: DeviceInfo,
+    policy: Policy,
+    *,
+    get: Callable[[str], VerifyAttention] = registry.get,
+) -> Decision:
+    """Who serves ``request`` on ``device``. Raises ValueError for a ``policy.impl`` that is not registered."""
+    if policy.impl is not None:
+        reasons = get(policy.impl).why_not(request, device)
+        return Decision(None, ((policy.impl, reasons),)) if reasons else Decision(policy.impl)
+
+    declined: list[tuple[str, tuple[Reason, ...]]] = []
+    if policy.engine_kernel is not None and device.type != "cuda":
+        text = f"on {device.type!r} the engine's own kernel ({policy.engine_kernel}) is faster than {FALLBACK}"
+        declined.append((ENGINE, (Reason("engine_faster", text, "set FLASHMAP_IMPL to a name to force it"),)))
+        return Decision(None, tuple(declined))
+
+    able = []
+    for name in preference(request, device):
+        reasons = get(name).why_not(request, device)
+        if not reasons and name == FALLBACK and device.type == "cuda" and (policy.strict or policy.engine_kernel is not None):
+            why = "FLASHMAP_STRICT is set" if policy.strict else f"{policy.engine_kernel} is faster"
+            reasons = (Reason("fast_path_lost", f"{FALLBACK} is the only one left on a GPU and {why}"),)
+        if reasons:
+            declined.append((name, reasons))
+        else:
+            able.append(name)
+    return Decision(able[0] if able else None, tuple(declined), tuple(able[1:]))
+
+
+def select(call: Call, impl: str | None = None) -> VerifyAttention:
+    """The implementation that runs ``call``. Raises Declined before anything is launched."""
+    device = DeviceInfo.of(call.q.device)
+    policy = Policy.from_env(impl)
+    decision = _decide(call.request, device, policy)
+    if decision.winner is None:
+        for loser, reasons in decision.declined:
+            for reason in reasons:
+                stats.count(loser, "declined", reason.code)
+        raise Declined(policy.impl or "verify_attention", decision.reasons)
+    winner = registry.get(decision.winner)
+    if device.capturing:
+        lacking = winner.not_ready(call)
+        if lacking:
+            for reason in lacking:
+                stats.count(winner.name, "declined", reason.code)
+            raise Declined(winner.name, lacking)
+    return winner
+
+
+@functools.lru_cache(maxsize=4096)
+def _decide(request: VerifyRequest, device: DeviceInfo, policy: Policy) -> Decision:
+    """``choose``, logged once for each request: a new decision at INFO, the loss of the fast path at WARNING."""
+    decision = choose(request, device, policy)
+    lost = device.type == "cuda" and policy.impl is None and decision.winner == FALLBACK
+    level = logging.WARNING if lost else logging.INFO
+    if logger.isEnabledFor(level):
+        kind = request_class(request)
+        if _announce(kind, device.type, decision.winner):
+            because = "; ".join(f"{name}: {', '.join(str(r) for r in reasons)}" for name, reasons in decision.declined)
+            logger.log(level, "flashmap: %s on %s -> %s%s", kind, device.name, decision.winner, f" (declined: {because})" if because else "")
+    return decision
+
+
+def request_class(request: VerifyRequest) -> str:
+    """A request in one phrase, without the sizes of the batch: what a log line and ``explain`` call it."""
+    kind = f"{request.heads}/{request.kv_heads} heads d{request.head_dim}"
+    if request.v_head_dim != request.head_dim:
+        kind += f"/{request.v_head_dim}"
+    extras = [f for f in request.features() if f not in ("latent", "tree", "slots")]
+    return (
+        f"{'MLA' if request.latent else 'GQA'} {kind}, {request.dtype}, {request.kv_layout} {request.kv_dtype} cache, "
+        f"{request.mask + ' tree' if request.mask else 'chain'} of {request.max_query_len}"
+        + (f", {' '.join(extras)}" if extras else "")
+    )
+
+
+def _announce(kind: str, device: str, winner: str | None) -> bool:
+    """True the first time."""
+    key = (kind, device, winner)
+    new = key not in _announced
+    _announced.add(key)
+    return new
+
+
+_announced: set[tuple[str, str, str | None]] = set()

@@ -1,0 +1,80 @@
+"""Names and what stands behind them. Registering adds a name; it neither chooses nor runs.
+
+Other distributions register through the entry-point group ``flashmap.implementations``: an entry point's name is the
+implementation's, its object an implementation or a callable without arguments that returns one. It is loaded when the
+names are first asked for; one that fails to load is reported in a WARNING and left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from importlib import import_module, metadata
+
+from flashmap.core.interface import VerifyAttention
+
+logger = logging.getLogger(__name__)
+GROUP = "flashmap.implementations"
+
+# The module of each implementation of ours, which holds it as IMPLEMENTATION; imported when first asked for.
+_OURS = {
+    "reference": "flashmap.core.reference",
+    "torch_dense": "flashmap.core.implementations.torch_dense",
+    "triton_splitkv": "flashmap.core.implementations.triton_splitkv",
+}
+_registered: dict[str, VerifyAttention] = {}
+
+
+def register(implementation: VerifyAttention, *, replace: bool = False) -> None:
+    """Add an implementation under its ``name``. ValueError if the name is taken, unless ``replace``; TypeError if a part is missing."""
+    missing = [part for part in ("name", "capability", "why_not", "not_ready", "prepare", "run") if not hasattr(implementation, part)]
+    if missing:
+        raise TypeError(f"{type(implementation).__name__} lacks {', '.join(missing)}: derive it from flashmap.core.interface.Implementation")
+    name = implementation.name
+    if not replace and name in names():
+        raise ValueError(f"an implementation named {name!r} is registered already: choose another name, or pass replace=True")
+    _registered[name] = implementation
+
+
+def unregister(name: str) -> None:
+    """Remove a name that :func:`register` added. Names of this package, if they were replaced, come back."""
+    _registered.pop(name, None)
+
+
+def names() -> tuple[str, ...]:
+    """All registered names, able to run here or not."""
+    _load_entry_points()
+    return tuple(dict.fromkeys((*_OURS, *_registered)))
+
+
+def get(name: str) -> VerifyAttention:
+    """The implementation of that name. ValueError lists the names when there is none."""
+    found = _registered.get(name)
+    if found is not None:
+        return found
+    if name not in names():
+        raise ValueError(f"no implementation is named {name!r}: registered are {', '.join(names())}")
+    if name in _registered:
+        return _registered[name]
+    return _ours(name)
+
+
+@functools.cache
+def _ours(name: str) -> VerifyAttention:
+    implementation: VerifyAttention = import_module(_OURS[name]).IMPLEMENTATION
+    return implementation
+
+
+@functools.cache
+def _load_entry_points() -> None:
+    for point in metadata.entry_points(group=GROUP):
+        try:
+            loaded = point.load()
+            implementation = loaded() if callable(loaded) and not hasattr(loaded, "run") else loaded
+            if isinstance(implementation, type):
+                implementation = implementation()
+            if implementation.name in _OURS or implementation.name in _registered:
+                raise ValueError(f"the name {implementation.name!r} is taken")
+            _registered[implementation.name] = implementation
+        except Exception as error:  # somebody else's code: it must not take the host process down
+            logger.warning("flashmap: entry point %s = %s of group %s is left out: %s", point.name, point.value, GROUP, error)
