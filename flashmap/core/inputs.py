@@ -261,6 +261,15 @@ def resolve(
     else:
         scales = "none" if k_scale == 1.0 and v_scale == 1.0 else "host"
 
+    indices = (
+        ("cu_seqlens_q", cu_seqlens_q),
+        ("kv_lens", kv.kv_lens if isinstance(kv, PagedKV) else kv.indptr),
+        ("indices", kv.block_table if isinstance(kv, PagedKV) else kv.indices),
+        ("kv_start", kv.kv_start),
+        ("draft_slots", draft_slots),
+        ("mask_indptr", None if mask is None else mask.indptr),
+        ("positions", positions),
+    )
     request = VerifyRequest(
         heads=heads,
         kv_heads=kv_heads,
@@ -284,6 +293,7 @@ def resolve(
         softcap=softcap != 0.0,
         return_lse=bool(return_lse),
         scales=scales,
+        int64=tuple(name for name, tensor in indices if tensor is not None and tensor.dtype == torch.int64),
     )
     if out is None:
         out = torch.empty(tokens, heads, v_head_dim, dtype=q.dtype, device=q.device)

@@ -44,6 +44,7 @@ class VerifyRequest:
     ``max_kv_len`` is the host's bound on a request's keys (block table width x page size), None for slot lists.
     ``draft`` is "cache" (the last tokens listed), "slots" (draft_slots) or "dense" (draft_kv); ``mask`` a
     TreeMask layout or None; ``scales`` "none" (both 1.0), "host" or "device". ``page_size`` is 1 for slot lists.
+    ``int64`` names the index arguments that are int64 rather than int32.
     """
 
     heads: int
@@ -68,6 +69,7 @@ class VerifyRequest:
     softcap: bool = False
     return_lse: bool = False
     scales: str = "none"
+    int64: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, q: torch.Tensor, kv: Any, **arguments: Any) -> VerifyRequest:
@@ -157,7 +159,8 @@ def _triton_version() -> str | None:
 
 @functools.cache
 def _cpu(kind: str, interpreted: bool) -> DeviceInfo:
-    return DeviceInfo(kind, kind, triton=_triton_version(), interpreted=interpreted)
+    # Under the interpreter a few SMs are assumed, so that prefixes are split and merged there as on a GPU.
+    return DeviceInfo(kind, kind, sm_count=4 if interpreted else 1, triton=_triton_version(), interpreted=interpreted)
 
 
 @functools.cache

@@ -1,0 +1,269 @@
+"""The op in plain torch: any device, every feature. The default where there is no GPU, and what is left on one.
+
+All requests advance together through blocks of keys with a running softmax in fp32, so memory is bounded by
+``_BLOCK_BYTES`` and not by the context. The query heads that share a KV head are rows of one matrix product, so K and V
+are never repeated. It reads lengths on the host to plan the blocks, so it declines under graph capture.
+
+Letters: R requests with query tokens, L the most of one, H KV heads, G query heads of each, B keys in a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from flashmap.core.inputs import Call, PagedKV
+from flashmap.core.interface import Implementation
+
+# Gathered K and V of one block, with its logits. On a CPU they should stay in the last-level cache (a 32 MiB L3 was
+# 1.5x faster at 8 MiB than at 64); elsewhere few and large launches count for more.
+_BLOCK_BYTES = {"cpu": 8 << 20}
+_BLOCK_BYTES_ELSEWHERE = 256 << 20
+_MIN_BLOCK = 16
+_LOWEST = torch.finfo(torch.float32).min  # starts the running maximum: unlike -inf it can be subtracted from -inf
+
+
+class TorchDense(Implementation):
+    """fp32 arithmetic whatever the dtypes. Memory: that of q and out in fp32, the draft block, and one block of keys."""
+
+    def run(self, call: Call) -> None:
+        batch = _plan(call)
+        if batch is None:
+            return
+        softmax = _Softmax.start(call, batch)
+        softmax.add(*_draft_block(call, batch))
+        for block in _prefix_blocks(call, batch):
+            softmax.add(*block)
+        out, lse = softmax.finish()
+        rows = batch.row[batch.asked]
+        call.out[rows] = _ungroup(call, batch, out)[batch.asked].to(call.out.dtype)
+        if call.lse is not None:
+            call.lse[rows] = _ungroup(call, batch, lse)[batch.asked].squeeze(-1)
+
+
+IMPLEMENTATION = TorchDense("torch_dense")
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The requests that ask something, the longest prefix first. Tensors are int64 on the device, lists on the host."""
+
+    index: torch.Tensor  # [R] the request's place in the call
+    row: torch.Tensor  # [R, L] row of q; where none was asked, some row of q
+    asked: torch.Tensor  # bool [R, L] the request has this query token
+    length: torch.Tensor  # [R] tokens listed in the cache
+    prefix: torch.Tensor  # [R] of which the prefix
+    exists: torch.Tensor  # bool [R, L] the draft token has K and V
+    kv_start: torch.Tensor  # [R]
+    position: torch.Tensor  # [R, L]
+    mask_start: torch.Tensor  # [R] where the block of a full mask without indptr begins
+    prefixes: list[int]
+
+
+def _plan(call: Call) -> _Batch | None:
+    kv, cu = call.kv, call.cu_seqlens_q.long()
+    if isinstance(kv, PagedKV):
+        length = kv.kv_lens.long().clamp(0, kv.max_kv_len)  # a length past the table's width is clamped to it
+    else:
+        length = kv.indptr.long().diff()
+    rows = cu.diff()
+    # Only without draft_kv and draft_slots does the list end with the draft tokens, of which those below length exist.
+    in_cache = call.draft_k is None and call.draft_slots is None
+    prefix = (length - rows).clamp(min=0) if in_cache else length
+    kv_start = torch.zeros_like(length) if kv.kv_start is None else kv.kv_start.long()
+    entries = rows * (kv_start + prefix + rows)
+    mask_start = entries.cumsum(0) - entries
+
+    host_rows, host_prefix = rows.tolist(), prefix.tolist()
+    for r, n in enumerate(host_rows):
+        if n > call.max_query_len:
+            raise ValueError(f"request {r} has {n} query tokens, more than max_query_len {call.max_query_len}")
+    order = sorted((r for r, n in enumerate(host_rows) if n > 0), key=lambda r: -host_prefix[r])
+    if not order:
+        return None
+    index = torch.tensor(order, device=call.q.device)
+    rows, length, prefix, kv_start = rows[index], length[index], prefix[index], kv_start[index]
+    t = torch.arange(max(host_rows), device=index.device)
+    asked = t < rows[:, None]
+    row = (cu[index, None] + t).clamp(max=call.q.shape[0] - 1)
+    exists = asked & (prefix[:, None] + t < length[:, None]) if in_cache else asked
+    position = (kv_start + prefix)[:, None] + t if call.positions is None else call.positions[row].long()
+    return _Batch(index, row, asked, length, prefix, exists, kv_start, position, mask_start[index], [host_prefix[r] for r in order])
+
+
+@dataclass(slots=True)
+class _Softmax:
+    """A running softmax over blocks of keys; all tensors are fp32."""
+
+    q: torch.Tensor  # [R * H, G * L, Dk], scaled
+    softcap: float
+    group: int
+    highest: torch.Tensor  # [R * H, G * L, 1] the largest logit so far
+    total: torch.Tensor  # [R * H, G * L, 1] sum of exp(logit - highest)
+    acc: torch.Tensor  # [R * H, G * L, Dv] sum of exp(logit - highest) * value
+
+    @classmethod
+    def start(cls, call: Call, batch: _Batch) -> _Softmax:
+        request = call.request
+        (n, length), heads, group = batch.row.shape, request.kv_heads, request.group
+        q = call.q[batch.row].view(n, length, heads, group, -1).permute(0, 2, 3, 1, 4)
+        q = q.reshape(n * heads, group * length, -1).float() * call.scale
+        highest = q.new_full((*q.shape[:2], 1), _LOWEST)
+        total = torch.zeros_like(highest)
+        if call.sinks is not None:  # one more logit in the denominator, neither capped nor masked
+            sinks = call.sinks.float().view(heads, group, 1).expand(n, heads, group, length).reshape(total.shape)
+            highest = sinks.clamp(min=_LOWEST)
+            total = torch.exp(sinks - highest)
+        return cls(q, call.softcap, group, highest, total, q.new_zeros(*q.shape[:2], request.v_head_dim))
+
+    def add(self, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """Keys [n, H, B, Dk] and values [n, H, B, Dv] of the first n requests; visible bool [n, L or 1, B], None: all."""
+        n, heads, size = keys.shape[:3]
+        batch = n * heads
+        logits = torch.bmm(self.q[:batch], keys.flatten(0, 1).transpose(1, 2))
+        if self.softcap:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        if visible is not None:
+            logits.view(n, heads, self.group, -1, size).masked_fill_(~visible[:, None, None], float("-inf"))
+        old, total, acc = self.highest[:batch], self.total[:batch], self.acc[:batch]
+        highest = torch.maximum(old, logits.amax(-1, keepdim=True))
+        weights = logits.sub_(highest).exp_()
+        keep = torch.exp(old - highest)
+        total.mul_(keep).add_(weights.sum(-1, keepdim=True))
+        acc.mul_(keep).baddbmm_(weights, values.flatten(0, 1))
+        old.copy_(highest)
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse): 0 and -inf for a row that has seen nothing."""
+        return self.acc / self.total.masked_fill(self.total == 0, 1.0), self.highest + self.total.log()
+
+
+def _ungroup(call: Call, batch: _Batch, x: torch.Tensor) -> torch.Tensor:
+    """[R * H, G * L, D] -> [R, L, Hq, D]."""
+    n, length = batch.row.shape
+    return x.view(n, call.request.heads, length, -1).transpose(1, 2)
+
+
+def _draft_block(call: Call, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(keys, values, visible) of the draft tokens."""
+    visible = _mask(call, batch) & batch.exists[:, None, :]
+    if call.window is not None:  # a draft key is at its own query's position
+        visible &= batch.position[:, :, None] - batch.position[:, None, :] <= call.window
+    if call.draft_k is not None:  # not quantised, so no scale applies
+        keys = _gather(call.draft_k, batch.row).float()
+        values = keys[..., : call.request.v_head_dim] if call.draft_v is None else _gather(call.draft_v, batch.row).float()
+        return *_without(keys, values, ~batch.exists), visible
+    if call.draft_slots is not None:
+        slots = call.draft_slots[batch.row].long()
+    else:
+        slots = _slots(call, batch.index, batch.prefix[:, None] + torch.arange(batch.row.shape[1], device=batch.row.device))
+    return *_without(*_load(call, slots), ~batch.exists), visible
+
+
+def _prefix_blocks(call: Call, batch: _Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """(keys, values, visible) of the prefix, block by block, for as many requests as it reaches into."""
+    request, prefixes, rows = call.request, batch.prefixes, batch.row.shape[1]
+    start, n = 0, len(prefixes)
+    if call.window is not None:  # blocks before every request's first visible key are not read
+        first = (batch.position.masked_fill(~batch.asked, torch.iinfo(torch.int64).max).amin(1) - call.window - batch.kv_start).amin()
+        start = max(int(first), 0)
+    width = request.head_dim + (0 if request.latent else request.v_head_dim) + 2 * request.group * rows
+    budget = _BLOCK_BYTES.get(call.q.device.type, _BLOCK_BYTES_ELSEWHERE) // (4 * request.kv_heads * width)
+    while True:
+        while n and prefixes[n - 1] <= start:
+            n -= 1
+        if not n:
+            return
+        end = min(start + max(budget // n, _MIN_BLOCK), prefixes[0])
+        key = torch.arange(start, end, device=call.q.device).expand(n, -1)
+        keys, values = _load(call, _slots(call, batch.index[:n], key))
+        visible = None
+        if prefixes[n - 1] < end:
+            listed = key < batch.prefix[:n, None]
+            keys, values = _without(keys, values, ~listed)
+            visible = listed[:, None, :]
+        if call.window is not None:
+            near = batch.position[:n, :, None] - (batch.kv_start[:n, None] + key)[:, None, :] <= call.window
+            visible = near if visible is None else near & visible
+        yield keys, values, visible
+        start = end
+
+
+def _mask(call: Call, batch: _Batch) -> torch.Tensor:
+    """bool, broadcast to [R, L, L]: which draft tokens (last dimension) each query token sees, by the mask alone."""
+    mask, rows = call.mask, batch.row.shape[1]
+    t = torch.arange(rows, device=batch.row.device)
+    if mask is None:
+        return (t[None, :] <= t[:, None])[None]
+    if mask.layout == "packed":
+        return (mask.data[batch.row][..., t // 64] >> (t % 64) & 1).bool()
+    indptr = None if mask.indptr is None else mask.indptr[batch.index].long()
+    asked = batch.asked.sum(1)
+    skip = torch.zeros_like(asked)
+    if mask.layout == "full":
+        skip = batch.kv_start + batch.prefix  # never read
+        start, width = batch.mask_start if indptr is None else indptr, skip + asked
+    elif indptr is not None:
+        start, width = indptr, asked
+    else:
+        start, width = batch.index * call.max_query_len**2, torch.full_like(asked, call.max_query_len)
+    entries = (start + skip)[:, None, None] + t[None, :, None] * width[:, None, None] + t
+    return mask.data.reshape(-1)[entries.clamp(0, mask.data.numel() - 1)] != 0
+
+
+def _slots(call: Call, index: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The token slots of listed keys ``key`` [R, B] of requests ``index``; of keys that are not listed, any slot."""
+    kv = call.kv
+    if isinstance(kv, PagedKV):
+        if not kv.max_kv_len:
+            return torch.zeros_like(key)
+        page = kv.block_table[index[:, None], (key // kv.page_size).clamp(max=kv.block_table.shape[1] - 1)].long()
+        return page * kv.page_size + key % kv.page_size
+    if not kv.indices.numel():
+        return torch.zeros_like(key)
+    return kv.indices[(kv.indptr[index, None].long() + key).clamp(max=kv.indices.numel() - 1)].long()
+
+
+def _load(call: Call, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [n, H, B, Dk] and V [n, H, B, Dv] of token slots [n, B] in fp32, dequantised. A latent V is a view of K."""
+    kv = call.kv
+    keys = _scaled(_gather(kv.k, slots), call.k_scale)
+    if kv.v is None:
+        return keys, keys[..., : kv.v_head_dim]
+    return keys, _scaled(_gather(kv.v, slots), call.v_scale)
+
+
+def _scaled(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    x = x.float()
+    if isinstance(scale, torch.Tensor):
+        return x.mul_(scale.view(()))
+    return x if scale == 1.0 else x.mul_(scale)
+
+
+def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[n, H, B, D]: heads first, of a cache [pages, page_size, H, D] or [slots, H, D]. Slots out of range give any row.
+
+    Whatever the strides, each head of each token is a row of D elements whose start is a multiple of ``step`` elements
+    from the first: one index_select over those rows gathers and transposes at once, without a copy of the cache.
+    """
+    (heads, dim), places = cache.shape[-2:], cache.shape[:-2]
+    if not cache.numel():
+        return cache.new_zeros(slots.shape[0], heads, slots.shape[1], dim)
+    slots = slots.clamp(0, math.prod(places) - 1)
+    at = (slots,) if len(places) == 1 else (slots // places[1], slots % places[1])
+    step = math.gcd(*cache.stride()[:-1]) or 1
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True))
+    raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # torch gathers no fp8
+    rows = raw.as_strided((last // step + 1, dim), (step, 1))
+    place = sum(i * (stride // step) for i, stride in zip(at, cache.stride(), strict=False))
+    head = torch.arange(heads, device=slots.device) * (cache.stride(-2) // step)
+    index = place[:, None, :] + head[:, None]
+    return rows.index_select(0, index.flatten()).view(cache.dtype).view(*index.shape, dim)
+
+
+def _without(keys: torch.Tensor, values: torch.Tensor, gone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros where ``gone`` [n, B]: a weight of 0 would not silence a NaN. A masked logit hides what its key was."""
+    return keys, values.masked_fill_(gone[:, None, :, None], 0.0)

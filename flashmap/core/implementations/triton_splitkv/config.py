@@ -1,0 +1,190 @@
+"""Every tunable of the kernels, from one pure function of a request and a device.
+
+``config_for`` reads the table below, fits the tile to the device's shared memory and applies the FLASHMAP_SPLITKV_*
+overrides. No torch, no triton: tests call it with made-up devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashmap import env
+from flashmap.core.request import DeviceInfo, VerifyRequest
+
+_ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+# Request counts are rounded up to these, so that few kernels are compiled: the schedule is a vector over requests.
+_REQUEST_BLOCKS = (1, 64, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One launch, but for the lengths.
+
+    Attributes:
+        m, row_blocks: rows of a program, and programs that cover a KV head's G * max_query_len rows.
+        block_n, block_l: keys in a tile of the prefix, and of the draft tokens.
+        warps, stages: of the split kernel.
+        waves: programs per SM that the splits aim for.
+        min_chunk: fewest keys in a split; max_splits: most splits of a request.
+        span, rest: the head dimension in two dots, of the first ``span`` columns and of ``rest`` (padded; 0: none).
+        d1, dv: ``span`` and the value dimension, padded to powers of two.
+        block_s, merge_warps: splits that the merge reads at once, and its warps.
+    """
+
+    m: int
+    row_blocks: int
+    block_n: int
+    block_l: int
+    warps: int
+    stages: int
+    waves: int
+    min_chunk: int
+    max_splits: int
+    span: int
+    d1: int
+    rest: int
+    dv: int
+    block_s: int
+    merge_warps: int
+
+    def target(self, kv_heads: int, sm_count: int) -> int:
+        """Splits that fill the device once, over all requests, for one KV head's row block."""
+        return max(1, self.waves * sm_count // (kv_heads * self.row_blocks))
+
+    def launched_splits(self, request: VerifyRequest, sm_count: int) -> int:
+        """Splits in the launch grid: an upper bound of what the device can hand out, from host constants alone."""
+        requests, target = request.num_requests, self.target(request.kv_heads, sm_count)
+        bound = target if requests == 1 else target + requests
+        if request.max_kv_len is not None:
+            bound = min(bound, requests * max(1, -(-request.max_kv_len // max(self.min_chunk, self.block_n))))
+        return max(bound, 1)
+
+    @property
+    def min_tiles(self) -> int:
+        return -(-self.min_chunk // self.block_n)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuned:
+    """A row of the table: (block_n, warps, stages, waves, min_chunk) for up to ``rows`` rows of a program."""
+
+    rows: int
+    block_n: int
+    warps: int
+    stages: int
+    waves: int
+    min_chunk: int
+
+
+# TABLE
+_TABLE: dict[str, tuple[_Tuned, ...]] = {
+    "gqa": (
+        _Tuned(16, 128, 4, 3, 2, 256),
+        _Tuned(32, 128, 4, 3, 2, 256),
+        _Tuned(64, 128, 4, 3, 2, 256),
+        _Tuned(128, 64, 8, 3, 1, 256),
+    ),
+    "mla": (
+        _Tuned(16, 64, 4, 3, 1, 128),
+        _Tuned(32, 64, 8, 3, 1, 128),
+        _Tuned(64, 64, 8, 3, 1, 128),
+    ),
+    # fp32 has no tensor cores at full precision: small tiles, which the compiler keeps in registers.
+    "fp32": (_Tuned(16, 32, 4, 2, 2, 128), _Tuned(32, 32, 4, 2, 2, 128)),
+}
+
+
+def config_for(request: VerifyRequest, device: DeviceInfo) -> Config | None:
+    """The configuration for ``request`` on ``device``, or None when no tile fits its shared memory."""
+    rows = request.group * max(request.max_query_len, 1)
+    span, d1, rest, dv = _head_split(request)
+    kind = "fp32" if request.dtype == "fp32" else "mla" if request.latent else "gqa"
+    table = _TABLE[kind]
+    tuned = _pick(table, rows)
+    m = tuned.rows
+    forced = _overrides()
+    block_n = forced.get("block_n", tuned.block_n)
+    config = Config(
+        m=m,
+        row_blocks=-(-rows // m),
+        block_n=block_n,
+        block_l=min(64, max(16, _power_of_two(request.max_query_len))),
+        warps=forced.get("warps", tuned.warps),
+        stages=forced.get("stages", tuned.stages),
+        waves=forced.get("waves", tuned.waves),
+        min_chunk=forced.get("min_chunk", tuned.min_chunk),
+        max_splits=forced.get("max_splits", 1 << 30),
+        span=span,
+        d1=d1,
+        rest=rest,
+        dv=dv,
+        block_s=max(1, min(16, 2048 // dv)),
+        merge_warps=4 if dv >= 256 else 2,
+    )
+    return config if device.type != "cuda" else _fit(config, request, device, forced)
+
+
+def request_block(num_requests: int) -> int:
+    """The length of the kernels' vectors over requests."""
+    for block in _REQUEST_BLOCKS:
+        if num_requests <= block:
+            return block
+    return _power_of_two(num_requests)
+
+
+def _pick(table: tuple[_Tuned, ...], rows: int) -> _Tuned:
+    """The row block that pads least; among equals the largest, whose programs read K and V less often."""
+    return min(reversed(table), key=lambda tuned: tuned.rows * -(-rows // tuned.rows))
+
+
+def _head_split(request: VerifyRequest) -> tuple[int, int, int, int]:
+    """(span, d1, rest, dv). A head dimension is never padded to the next power of two: 576 is 512 + 64, 80 is 64 + 16."""
+    dk, dv = request.head_dim, request.v_head_dim
+    if request.latent:  # the first dot takes the columns that are V too, so that one tile serves both
+        span, d1 = dv, max(16, _power_of_two(dv))
+    else:
+        d1 = max(16, 1 << (dk.bit_length() - 1))
+        span = min(dk, d1)
+    rest = dk - span
+    return span, d1, max(16, _power_of_two(rest)) if rest else 0, max(16, _power_of_two(dv))
+
+
+def _fit(config: Config, request: VerifyRequest, device: DeviceInfo, forced: dict[str, int]) -> Config | None:
+    """Halve the pipeline, then the tile, until the operands fit in shared memory; what is forced is left as it is."""
+    while shared_memory(config, request) > device.shared_memory:
+        if config.stages > 2 and "stages" not in forced:
+            config = replace(config, stages=config.stages - 1)
+        elif config.block_n > 16 and "block_n" not in forced:
+            config = replace(config, block_n=config.block_n // 2)
+        elif config.block_l > 16:
+            config = replace(config, block_l=config.block_l // 2)
+        elif config.m > 16:
+            rows = request.group * max(request.max_query_len, 1)
+            config = replace(config, m=config.m // 2, row_blocks=-(-rows // (config.m // 2)))
+        else:
+            return None
+    return config
+
+
+def shared_memory(config: Config, request: VerifyRequest) -> int:
+    """Bytes that the split kernel needs: Q and P, and the buffers of the pipelined K and V tiles or one draft tile."""
+    size, kv_size = _ITEMSIZE[request.dtype], _ITEMSIZE[request.kv_dtype]
+    k_columns = config.d1 + config.rest
+    columns = k_columns + (0 if request.latent else config.dv)
+    query = config.m * k_columns * size
+    weights = config.m * max(config.block_n, config.block_l) * size
+    buffers = max(config.stages - 1, 1) * config.block_n * columns * kv_size
+    if kv_size != size:  # a converted copy of the tile in use
+        buffers += config.block_n * columns * size
+    draft = config.block_l * columns * size
+    return query + weights + max(buffers, draft)
+
+
+def _overrides() -> dict[str, int]:
+    names = ("waves", "max_splits", "min_chunk", "block_n", "warps", "stages")
+    found = {name: env.get(f"FLASHMAP_SPLITKV_{name.upper()}") for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
