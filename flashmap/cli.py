@@ -17,7 +17,7 @@ import typer
 import flashmap
 
 if TYPE_CHECKING:
-    from flashmap.core.request import DeviceInfo, VerifyRequest
+    from flashmap.core.request import DeviceInfo
 
 app = typer.Typer(
     name="flashmap",

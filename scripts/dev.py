@@ -153,9 +153,9 @@ def _pip(name: str, *arguments: str, expected: int) -> None:
             if not line.startswith("WARNING: Location"):
                 tail.append(line)
             now = time.monotonic() - start
-            if line.startswith(("Collecting ", "Obtaining ")):
+            if line.startswith(("Collecting ", "Processing ", "Obtaining ")):
                 seen += 1
-                text = f"  {seen}/{max(expected, seen)} {line.split()[1][:60]}"
+                text = f"  {seen}/{max(expected, seen)} {Path(line.split()[1]).name[:60]}"
                 if live:
                     print(f"\r\033[K{text}", end="", flush=True)
                 elif now - shown > 15:
