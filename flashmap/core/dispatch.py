@@ -40,7 +40,9 @@ class Policy:
         if impl is None:
             impl = env.get("FLASHMAP_IMPL")
             if impl is not None and impl not in registry.names():
-                raise ValueError(f"FLASHMAP_IMPL={impl!r} names no implementation: set it to one of {', '.join(registry.names())}, or unset it")
+                raise ValueError(
+                    f"FLASHMAP_IMPL={impl!r} names no implementation: set it to one of {', '.join(registry.names())}, or unset it"
+                )
         return cls(impl, env.get("FLASHMAP_STRICT"), engine_kernel)
 
 
@@ -128,7 +130,9 @@ def _decide(request: VerifyRequest, device: DeviceInfo, policy: Policy) -> Decis
         kind = request_class(request)
         if _announce(kind, device.type, decision.winner):
             because = "; ".join(f"{name}: {', '.join(str(r) for r in reasons)}" for name, reasons in decision.declined)
-            logger.log(level, "flashmap: %s on %s -> %s%s", kind, device.name, decision.winner, f" (declined: {because})" if because else "")
+            logger.log(
+                level, "flashmap: %s on %s -> %s%s", kind, device.name, decision.winner, f" (declined: {because})" if because else ""
+            )
     return decision
 
 
@@ -140,8 +144,7 @@ def request_class(request: VerifyRequest) -> str:
     extras = [f for f in request.features() if f not in ("latent", "tree", "slots")]
     return (
         f"{'MLA' if request.latent else 'GQA'} {kind}, {request.dtype}, {request.kv_layout} {request.kv_dtype} cache, "
-        f"{request.mask + ' tree' if request.mask else 'chain'} of {request.max_query_len}"
-        + (f", {' '.join(extras)}" if extras else "")
+        f"{request.mask + ' tree' if request.mask else 'chain'} of {request.max_query_len}" + (f", {' '.join(extras)}" if extras else "")
     )
 
 

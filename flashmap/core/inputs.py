@@ -60,7 +60,9 @@ class PagedKV:
         _check("block_table", self.block_table, 2, _INT32, self.k, shape="[R, W]")
         _check("kv_lens", self.kv_lens, 1, _INTS, self.k, shape="[R]")
         if self.kv_lens.shape[0] != self.block_table.shape[0]:
-            raise ValueError(f"kv_lens has {self.kv_lens.shape[0]} entries, block_table {self.block_table.shape[0]} rows: both are one per request")
+            raise ValueError(
+                f"kv_lens has {self.kv_lens.shape[0]} entries, block_table {self.block_table.shape[0]} rows: both are one per request"
+            )
         _check_start(self.kv_start, self.num_requests, self.k)
 
     @property
@@ -383,7 +385,9 @@ def _check_mask(mask: TreeMask, q: torch.Tensor, requests: int, max_query_len: i
             raise ValueError(f"mask's indptr has {mask.indptr.shape[0]} entries, it needs {requests} or {requests + 1}")
     elif mask.layout == "qlen":
         if data.dim() == 3 and (shape[0] < requests or shape[1:] != (max_query_len, max_query_len)):
-            raise ValueError(f"mask's data has shape {shape}, it needs [R, L, L] = {(requests, max_query_len, max_query_len)} or more requests")
+            raise ValueError(
+                f"mask's data has shape {shape}, it needs [R, L, L] = {(requests, max_query_len, max_query_len)} or more requests"
+            )
         if data.numel() < requests * max_query_len**2:
             raise ValueError(f"mask's data has {data.numel()} entries, it needs R * max_query_len**2 = {requests * max_query_len**2}")
     if mask.layout == "packed":

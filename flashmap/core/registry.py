@@ -29,7 +29,9 @@ def register(implementation: VerifyAttention, *, replace: bool = False) -> None:
     """Add an implementation under its ``name``. ValueError if the name is taken, unless ``replace``; TypeError if a part is missing."""
     missing = [part for part in ("name", "capability", "why_not", "not_ready", "prepare", "run") if not hasattr(implementation, part)]
     if missing:
-        raise TypeError(f"{type(implementation).__name__} lacks {', '.join(missing)}: derive it from flashmap.core.interface.Implementation")
+        raise TypeError(
+            f"{type(implementation).__name__} lacks {', '.join(missing)}: derive it from flashmap.core.interface.Implementation"
+        )
     name = implementation.name
     if not replace and name in names():
         raise ValueError(f"an implementation named {name!r} is registered already: choose another name, or pass replace=True")
