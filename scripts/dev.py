@@ -144,7 +144,7 @@ def _pip(name: str, *arguments: str, expected: int) -> None:
     seen, start, shown = 0, time.monotonic(), 0.0
     live = sys.stdout.isatty()
     with (
-        open(_venv(name) / "install.log", "a") as log,
+        open(_venv(name) / "install.log", "a", buffering=1) as log,
         subprocess.Popen(command, cwd=ROOT, env=_environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
     ):
         assert process.stdout is not None
