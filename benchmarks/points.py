@@ -1,0 +1,148 @@
+"""The benchmark's points: shapes, batches and what no kernel can beat on an H200. No torch, no GPU.
+
+`op_bench.py` times them. A point is one call of the op: `bs` requests with `ctx` cached tokens and `length` query tokens each.
+`TABLE` is the main table; `features()` are pairs of points whose ratio says what a property of the input costs.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+# Ceilings of one H200: a device copy moves 4.26 TB/s, a read 4.39; a large bf16 product runs at 770 to 800 TFLOP/s.
+BYTES_PER_US = 4.3e6
+FLOPS_PER_US = 780e6
+CONTEXT_OF_THE_SHORT = 64  # "one-long": every request but the first has this many cached tokens
+RAGGED = (0.25, 1.75, 1.0, 1.0, 0.5, 1.5, 0.75, 1.25)  # "ragged": query tokens of request r, in units of `length`; mean 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Heads and head sizes of one layer on one GPU. `latent`: one KV head whose V is the first columns of K (MLA)."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    latent: bool = False
+
+    @property
+    def values_per_key(self) -> int:
+        """Elements that the cache holds per token."""
+        return self.kv_heads * (self.head_dim if self.latent else self.head_dim + self.v_head_dim)
+
+
+GQA_32_8 = Shape("gqa32/8", 32, 8, 128, 128)
+GQA_8_1 = Shape("gqa8/1", 8, 1, 128, 128)
+MLA_16 = Shape("mla16", 16, 1, 576, 512, latent=True)
+MLA_128 = Shape("mla128", 128, 1, 576, 512, latent=True)
+SHAPES = (GQA_32_8, GQA_8_1, MLA_16, MLA_128)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One call. `kv` is the cache's dtype ("bf16" or "fp8"), `spread` one of "uniform", "ragged" and "one-long"."""
+
+    shape: Shape
+    bs: int
+    length: int
+    ctx: int
+    tree: bool = False
+    page: int = 64
+    kv: str = "bf16"
+    spread: str = "uniform"
+
+    @property
+    def mask(self) -> str:
+        return "tree" if self.tree else "chain"
+
+    @property
+    def label(self) -> str:
+        """What --points matches, and the table's first column."""
+        extra = [f"page{self.page}" if self.page != 64 else "", self.kv if self.kv != "bf16" else ""]
+        extra.append(self.spread if self.spread != "uniform" else "")
+        return " ".join([self.shape.name, f"bs{self.bs}", f"L{self.length}", f"ctx{self.ctx}", self.mask, *filter(None, extra)])
+
+    @property
+    def query_lens(self) -> list[int]:
+        if self.spread != "ragged":
+            return [self.length] * self.bs
+        return [max(1, round(self.length * RAGGED[r % len(RAGGED)])) for r in range(self.bs)]
+
+    @property
+    def prefix_lens(self) -> list[int]:
+        if self.spread != "one-long":
+            return [self.ctx] * self.bs
+        return [self.ctx] + [CONTEXT_OF_THE_SHORT] * (self.bs - 1)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the cache that one call reads: prefix and draft tokens."""
+        size = 1 if self.kv == "fp8" else 2
+        return (sum(self.prefix_lens) + sum(self.query_lens)) * self.shape.values_per_key * size
+
+    @property
+    def floor_us(self) -> float:
+        """The larger of memory time and arithmetic time. A draft token sees half of the other draft tokens on average."""
+        row = self.shape.heads * (self.shape.head_dim + self.shape.v_head_dim)  # elements of q and out; multiply-adds per key
+        moved = self.kv_bytes + 2 * row * sum(self.query_lens)
+        seen = sum(n * (p + n / 2) for n, p in zip(self.query_lens, self.prefix_lens, strict=True))
+        return max(moved / BYTES_PER_US, 2 * row * seen / FLOPS_PER_US)
+
+
+GEOMETRY = ((1, 4, 1024), (1, 4, 8192), (1, 17, 8192), (1, 64, 32768), (1, 17, 65536), (8, 4, 8192), (8, 17, 8192), (32, 4, 4096))
+TABLE = tuple(Point(shape, bs, length, ctx, tree) for shape in SHAPES for bs, length, ctx in GEOMETRY for tree in (False, True))
+# A minute's worth: every shape and mask, a small, a long and a large batch.
+QUICK = tuple(p for p in TABLE if (p.bs, p.length, p.ctx) in ((1, 4, 1024), (1, 17, 65536), (8, 17, 8192)))
+_SETS = {
+    "all": TABLE,
+    "gqa": tuple(p for p in TABLE if not p.shape.latent),
+    "mla": tuple(p for p in TABLE if p.shape.latent),
+    "quick": QUICK,
+}
+
+
+def select(text: str) -> list[Point]:
+    """The table's points for --points: all, gqa, mla, quick, or those whose label a regular expression matches."""
+    if text in _SETS:
+        return list(_SETS[text])
+    found = [p for p in TABLE if re.search(text, p.label)]
+    if not found:
+        raise ValueError(f"--points {text!r} matches none of the {len(TABLE)} labels, such as {TABLE[0].label!r}; sets: {', '.join(_SETS)}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A feature row: time of `other` over time of `base`, and what it may be at most (None: no goal)."""
+
+    group: str
+    base: Point
+    other: Point
+    at_most: float | None
+
+
+def features() -> dict[str, list[Ratio]]:
+    """Feature rows by group. The goals are the project's (docs: performance)."""
+    gqa, mla = Point(GQA_32_8, 8, 4, 8192), Point(MLA_16, 8, 4, 8192)
+    full = replace(gqa, bs=32)  # 1.07 GB of keys and values in bf16
+    alone = Point(GQA_32_8, 1, 4, 65536)
+    rows: list[Ratio] = []
+    for base in (full, replace(full, tree=True), replace(mla, bs=32)):
+        goal = 1 / 1.6 if not base.shape.latent else None
+        rows.append(Ratio("fp8", base, replace(base, kv="fp8"), goal))
+    for base in (gqa, replace(gqa, tree=True), mla):
+        rows += [Ratio("page", base, replace(base, page=size), 1.03) for size in (1, 16)]
+    for base in (Point(GQA_32_8, 32, 4, 4096), Point(GQA_32_8, 32, 4, 4096, tree=True), Point(MLA_16, 32, 4, 4096)):
+        rows.append(Ratio("ragged", base, replace(base, spread="ragged"), 1.03))
+    for base in (Point(GQA_32_8, 1, 1, 16384), Point(GQA_32_8, 8, 1, 16384), Point(GQA_8_1, 8, 1, 16384)):
+        lengths = [n for n in (2, 4, 8, 16) if n * base.shape.heads // base.shape.kv_heads <= 64]
+        rows += [Ratio("length", base, replace(base, length=n), 1.05) for n in lengths]
+    for tree in (False, True):
+        base = replace(alone, tree=tree)
+        rows.append(Ratio("imbalance", base, replace(base, bs=32, spread="one-long"), 2.5))
+    groups: dict[str, list[Ratio]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return groups
