@@ -18,9 +18,9 @@ import torch
 from flashmap.core.inputs import Call, PagedKV
 from flashmap.core.interface import Implementation
 
-# Gathered K and V of one block, with its logits. On a CPU they should stay in the last-level cache (a 32 MiB L3 was
-# 1.5x faster at 8 MiB than at 64); elsewhere few and large launches count for more.
-_BLOCK_BYTES = {"cpu": 8 << 20}
+# Gathered K and V of one block, with its logits. A CPU wants them near its last-level cache (16 to 32 MiB were fastest on
+# two cores with 32 MiB of L3); elsewhere few and large launches count for more.
+_BLOCK_BYTES = {"cpu": 24 << 20}
 _BLOCK_BYTES_ELSEWHERE = 256 << 20
 _MIN_BLOCK = 16
 _LOWEST = torch.finfo(torch.float32).min  # starts the running maximum: unlike -inf it can be subtracted from -inf
@@ -65,10 +65,8 @@ class _Batch:
 
 def _plan(call: Call) -> _Batch | None:
     kv, cu = call.kv, call.cu_seqlens_q.long()
-    if isinstance(kv, PagedKV):
-        length = kv.kv_lens.long().clamp(0, kv.max_kv_len)  # a length past the table's width is clamped to it
-    else:
-        length = kv.indptr.long().diff()
+    # A length past the table's width is clamped to it.
+    length = kv.kv_lens.long().clamp(0, kv.max_kv_len) if isinstance(kv, PagedKV) else kv.indptr.long().diff()
     rows = cu.diff()
     # Only without draft_kv and draft_slots does the list end with the draft tokens, of which those below length exist.
     in_cache = call.draft_k is None and call.draft_slots is None
@@ -258,7 +256,7 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     last = sum((size - 1) * stride for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True))
     raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # torch gathers no fp8
     rows = raw.as_strided((last // step + 1, dim), (step, 1))
-    place = sum(i * (stride // step) for i, stride in zip(at, cache.stride(), strict=False))
+    place = sum((i * (stride // step) for i, stride in zip(at, cache.stride(), strict=False)), torch.zeros_like(slots))
     head = torch.arange(heads, device=slots.device) * (cache.stride(-2) // step)
     index = place[:, None, :] + head[:, None]
     return rows.index_select(0, index.flatten()).view(cache.dtype).view(*index.shape, dim)
