@@ -24,6 +24,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache/flashmap-flashinfer", help="where objects are kept")
     args = parser.parse_args()
+    if Path("/usr/local/cuda/bin/nvcc").is_file():  # else FlashInfer takes the folder of whatever `nvcc` is first on PATH
+        os.environ.setdefault("CUDA_HOME", "/usr/local/cuda")
     os.environ.update(FLASHINFER_CUDA_ARCH_LIST="9.0a", FLASHINFER_WORKSPACE_BASE=str(args.work), MAX_JOBS=str(args.jobs))
     with tempfile.TemporaryDirectory() as stubs:
         # the linker wants a libcuda, which only a driver brings: an empty one of that name does

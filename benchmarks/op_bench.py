@@ -82,7 +82,9 @@ class Bench:
         except (peers.Skip, timing.Wrong) as reason:
             record["wrong" if isinstance(reason, timing.Wrong) else "skipped"] = str(reason)
         except Exception as error:  # one participant's failure is its own; it is reported, never hidden
-            record["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            record["failed"] = _first_line(error)
+            if error.__context__ is not None:  # a failure under capture raises once more when the capture ends
+                record["failed"] += f" (after {_first_line(error.__context__)})"
             if not _gpu_works():
                 self.broken = f"{name} on {point.label}: {record['failed']}"
         self.records[point.label, name] = record
@@ -115,6 +117,10 @@ class Bench:
             self.not_run.append(what)
             return True
         return False
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _gpu_works() -> bool:

@@ -106,21 +106,26 @@ def get_device_core_count(device_id=0): return torch.cuda.get_device_properties(
 }
 
 UNPACK = r"""#!/usr/bin/env bash
-# bash unpack.sh TARGET: checks, extracts there and prints the export lines on stdout (so: eval "$(bash unpack.sh TARGET)").
+# bash unpack.sh TARGET: checks, extracts there unless that was done, and prints the export lines on stdout (so: eval "$(bash unpack.sh TARGET)").
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 site=${1:?usage: unpack.sh TARGET}
 mkdir -p "$site"
 site=$(cd "$site" && pwd)
-start=$SECONDS
-(cd "$here" && sha256sum --quiet --strict -c SHA256SUMS) >&2
-xz -dc "$here/site.tar.xz" | tar -x --no-same-owner -C "$site" -f -
-while read -r file path; do
-    mkdir -p "$(dirname "$site/$path")"
-    xz -dc "$here/$file" >"$site/$path" &
-done <"$here/libs.txt"
-for job in $(jobs -p); do wait "$job"; done
-echo "peers unpacked into $site in $((SECONDS - start)) s" >&2
+if ! cmp -s "$here/SHA256SUMS" "$site/SHA256SUMS"; then
+    start=$SECONDS
+    (cd "$here" && sha256sum --quiet --strict -c SHA256SUMS) >&2
+    xz -dc "$here/site.tar.xz" | tar -x --no-same-owner -C "$site" -f -
+    jobs=()
+    while read -r file path; do
+        mkdir -p "$(dirname "$site/$path")"
+        xz -dc "$here/$file" >"$site/$path" &
+        jobs+=($!)
+    done <"$here/libs.txt"
+    for job in "${jobs[@]}"; do wait "$job"; done
+    cp "$here/SHA256SUMS" "$site/SHA256SUMS"
+    echo "peers unpacked into $site in $((SECONDS - start)) s" >&2
+fi
 echo "export FLASHMAP_PEERS=$site"
 """
 

@@ -7,9 +7,11 @@ draft tokens that it sees (a page table of single slots), then a merge by log-su
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
-from benchmarks.peers import Call, require
+from benchmarks.peers import Call, Skip, require
 from benchmarks.problem import Problem
 
 LATENT = 512
@@ -20,8 +22,12 @@ class Fa3:
 
     def __init__(self) -> None:
         import vllm
-        from vllm.vllm_flash_attn import flash_attn_interface
 
+        try:
+            from vllm.vllm_flash_attn import flash_attn_interface
+        except ImportError as error:  # the package's own message does not say why the library did not load
+            module = sys.modules.get("vllm.vllm_flash_attn.flash_attn_interface")
+            raise Skip(f"no FA3 in vLLM: {getattr(module, 'FA3_UNAVAILABLE_REASON', error)}") from error
         require(flash_attn_interface.FA3_AVAILABLE, f"no FA3 in vLLM: {flash_attn_interface.FA3_UNAVAILABLE_REASON}")
         self.lib, self.version = flash_attn_interface, f"vllm {vllm.__version__}"
 

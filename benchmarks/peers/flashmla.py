@@ -13,6 +13,7 @@ class FlashMla:
 
     def __init__(self) -> None:
         import vllm
+        import vllm._flashmla_C  # first, so that a failure says why
         from vllm.v1.attention.ops import flashmla
 
         supported, reason = flashmla.is_flashmla_dense_supported()
