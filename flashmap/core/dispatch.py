@@ -120,6 +120,19 @@ def select(call: Call, impl: str | None = None) -> VerifyAttention:
     return winner
 
 
+def route(request: VerifyRequest, device: DeviceInfo, engine_kernel: str) -> Decision:
+    """What an adapter asks: who serves a call that ``engine_kernel`` would serve otherwise. Winner None: leave it to the engine.
+
+    FLASHMAP_IMPL and FLASHMAP_STRICT count as in the op. Raises Declined where FLASHMAP_STRICT is set and the
+    implementation that FLASHMAP_IMPL names cannot serve the call.
+    """
+    policy = Policy.from_env(engine_kernel=engine_kernel)
+    decision = _decide(request, device, policy)
+    if decision.winner is None and policy.strict and policy.impl is not None:
+        raise Declined(policy.impl, decision.reasons)
+    return decision
+
+
 @functools.lru_cache(maxsize=4096)
 def _decide(request: VerifyRequest, device: DeviceInfo, policy: Policy) -> Decision:
     """``choose``, logged once for each request: a new decision at INFO, the loss of the fast path at WARNING."""
@@ -131,7 +144,12 @@ def _decide(request: VerifyRequest, device: DeviceInfo, policy: Policy) -> Decis
         if _announce(kind, device.type, decision.winner):
             because = "; ".join(f"{name}: {', '.join(str(r) for r in reasons)}" for name, reasons in decision.declined)
             logger.log(
-                level, "flashmap: %s on %s -> %s%s", kind, device.name, decision.winner, f" (declined: {because})" if because else ""
+                level,
+                "flashmap: %s on %s -> %s%s",
+                kind,
+                device.name,
+                decision.winner or policy.engine_kernel,
+                f" (declined: {because})" if because else "",
             )
     return decision
 

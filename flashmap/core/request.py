@@ -133,7 +133,14 @@ class DeviceInfo:
         if arch not in _KNOWN:
             raise ValueError(f"arch {arch!r} is not known: use one of {', '.join(_KNOWN)}, or 'cpu'")
         name, capability, sms, shared = _KNOWN[arch]
-        return cls("cuda", name, capability, sms, shared, capturing, _triton_version() or "assumed", False)
+        return cls("cuda", name, capability, sms, shared, capturing, _triton_version() or "3.6.0", False)
+
+    def has_gluon(self) -> bool:
+        """Whether Triton has the Gluon that our kernels are written in: 3.6 and newer."""
+        if self.triton is None:
+            return False
+        numbers = [int(n) for n in self.triton.split(".")[:2] if n.isdigit()]
+        return numbers >= [3, 6]
 
 
 # NVIDIA CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"; SM counts of the named part.

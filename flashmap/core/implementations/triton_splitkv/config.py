@@ -21,6 +21,7 @@ class Config:
     """One launch, but for the lengths.
 
     Attributes:
+        kernel: "split" (kernels.py, Triton) or "latent_sm90" (latent_sm90.py, Gluon).
         m, row_blocks: rows of a program, and programs that cover a KV head's G * max_query_len rows.
         block_n, block_l: keys in a tile of the prefix, and of the draft tokens.
         warps, stages: of the split kernel.
@@ -31,6 +32,7 @@ class Config:
         block_s, merge_warps: splits that the merge reads at once, and its warps.
     """
 
+    kernel: str
     m: int
     row_blocks: int
     block_n: int
@@ -87,8 +89,9 @@ _TABLE: dict[str, tuple[_Tuned, ...]] = {
     "mla": (
         _Tuned(16, 64, 4, 3, 1, 128),
         _Tuned(32, 64, 8, 3, 1, 128),
-        _Tuned(64, 64, 8, 3, 1, 128),
+        _Tuned(64, 64, 8, 2, 1, 128),
     ),
+    "latent_sm90": (_Tuned(64, 64, 8, 2, 1, 128),),  # the rows, keys and warps that the kernel is written for
     # fp32 has no tensor cores at full precision: small tiles, which the compiler keeps in registers.
     "fp32": (_Tuned(16, 32, 4, 2, 2, 128), _Tuned(32, 32, 4, 2, 2, 128)),
 }
@@ -98,13 +101,16 @@ def config_for(request: VerifyRequest, device: DeviceInfo) -> Config | None:
     """The configuration for ``request`` on ``device``, or None when no tile fits its shared memory."""
     rows = request.group * max(request.max_query_len, 1)
     span, d1, rest, dv = _head_split(request)
-    kind = "fp32" if request.dtype == "fp32" else "mla" if request.latent else "gqa"
-    table = _TABLE[kind]
-    tuned = _pick(table, rows)
-    m = tuned.rows
     forced = _overrides()
+    if _has_latent_sm90(request, device) and not forced.keys() & {"block_n", "warps", "stages"}:
+        kind = "latent_sm90"
+    else:
+        kind = "fp32" if request.dtype == "fp32" else "mla" if request.latent else "gqa"
+    tuned = _pick(_TABLE[kind], rows)
+    m = tuned.rows
     block_n = forced.get("block_n", tuned.block_n)
     config = Config(
+        kernel="latent_sm90" if kind == "latent_sm90" else "split",
         m=m,
         row_blocks=-(-rows // m),
         block_n=block_n,
@@ -121,7 +127,7 @@ def config_for(request: VerifyRequest, device: DeviceInfo) -> Config | None:
         block_s=max(1, min(16, 2048 // dv)),
         merge_warps=4 if dv >= 256 else 2,
     )
-    return config if device.type != "cuda" else _fit(config, request, device, forced)
+    return config if device.type != "cuda" or kind == "latent_sm90" else _fit(config, request, device, forced)
 
 
 def request_block(num_requests: int) -> int:
@@ -133,8 +139,11 @@ def request_block(num_requests: int) -> int:
 
 
 def _pick(table: tuple[_Tuned, ...], rows: int) -> _Tuned:
-    """The row block that pads least; among equals the largest, whose programs read K and V less often."""
-    return min(reversed(table), key=lambda tuned: tuned.rows * -(-rows // tuned.rows))
+    """The smallest row block that holds all rows, which then read K and V once; past the largest, the one that pads less."""
+    for tuned in table:
+        if rows <= tuned.rows:
+            return tuned
+    return min(reversed(table[-2:]), key=lambda tuned: tuned.rows * -(-rows // tuned.rows))
 
 
 def _head_split(request: VerifyRequest) -> tuple[int, int, int, int]:
@@ -147,6 +156,20 @@ def _head_split(request: VerifyRequest) -> tuple[int, int, int, int]:
         span = min(dk, d1)
     rest = dk - span
     return span, d1, max(16, _power_of_two(rest)) if rest else 0, max(16, _power_of_two(dv))
+
+
+def _has_latent_sm90(request: VerifyRequest, device: DeviceInfo) -> bool:
+    """Whether latent_sm90.py serves the request: Hopper, DeepSeek's dimensions in 16 bits, no window, a Triton with its Gluon."""
+    return (
+        device.type == "cuda"
+        and device.capability[0] == 9
+        and request.latent
+        and (request.head_dim, request.v_head_dim) == (576, 512)
+        and request.dtype == request.kv_dtype
+        and request.dtype != "fp32"
+        and request.window is None
+        and device.has_gluon()
+    )
 
 
 def _fit(config: Config, request: VerifyRequest, device: DeviceInfo, forced: dict[str, int]) -> Config | None:

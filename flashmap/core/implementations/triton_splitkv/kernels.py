@@ -15,8 +15,8 @@ depend on a host value that a graph replay may change.
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from flashmap.core.implementations.triton_splitkv import device
+from flashmap.core.implementations.triton_splitkv.device import LN2, LOG2E
 
 
 # What varies from call to call without another kernel being better for it.
@@ -42,19 +42,19 @@ def split_kernel(
     """Program (h * ROW_BLOCKS + b, i): row block b of KV head h over the i-th split of the batch.
 
     The splits of all requests are numbered through; which request split i belongs to, and which keys it covers, every
-    program works out from the lengths (``_schedule``). A request's last split also does its draft tokens. The only
+    program works out from the lengths (``schedule``). A request's last split also does its draft tokens. The only
     split of a request writes the result, others write partial results for ``merge_kernel``.
     """
     h = tl.program_id(0) // ROW_BLOCKS
     row_block = tl.program_id(0) % ROW_BLOCKS
     i = tl.program_id(1)
-    r, first, splits, total, mask_start = _schedule(
-        i, cu_q, lens, kv_start, num_requests, table_keys, window, target, min_tiles, max_splits,
-        BLOCK_R, BLOCK_N, PAGED, DRAFT, WINDOW, POSITIONS, KV_START, MASK == "full" and not MASK_INDPTR,
+    r, first, splits, total, mask_start = device.schedule(
+        i, tl.arange(0, BLOCK_R), tl.arange(0, 8), cu_q, lens, kv_start, num_requests, table_keys, window, target, min_tiles, max_splits,
+        BLOCK_R, BLOCK_N, PAGED, DRAFT, WINDOW, POSITIONS, KV_START, MASK == "full" and not MASK_INDPTR, None,
     )  # fmt: skip
     if i >= total:
         return
-    q_first, length, listed, prefix = _lengths(cu_q, lens, r, table_keys, PAGED, DRAFT, r < num_requests)
+    q_first, length, listed, prefix = device.lengths(cu_q, lens, r, table_keys, PAGED, DRAFT, r < num_requests)
     if row_block * M >= length * G:
         return
 
@@ -110,27 +110,28 @@ def split_kernel(
         key = tl.minimum(n, prefix - 1)
         if PAGE_SIZE % BLOCK_N == 0:
             page = tl.load(table_row + tile * BLOCK_N // PAGE_SIZE).to(tl.int64)
-            k_rows = k + page * stride_kp + h * stride_kh + (key % PAGE_SIZE).to(tl.int64)[:, None] * stride_kt
-            v_rows = v + page * stride_vp + h * stride_vh + (key % PAGE_SIZE).to(tl.int64)[:, None] * stride_vt
+            row = key % PAGE_SIZE
+            k_rows = k + page * stride_kp + h * stride_kh + (row * stride_kt)[:, None]
+            v_rows = v + page * stride_vp + h * stride_vh + (row * stride_vt)[:, None]
         else:
             pages = tl.load(table_row + key // PAGE_SIZE).to(tl.int64)
             k_rows = k + h * stride_kh + (pages * stride_kp + key % PAGE_SIZE * stride_kt)[:, None]
             v_rows = v + h * stride_vh + (pages * stride_vp + key % PAGE_SIZE * stride_vt)[:, None]
-        k1 = _columns(k_rows, d1, SPAN, D1, q.dtype.element_ty)
+        k1 = device.columns(k_rows, d1, SPAN, D1, q.dtype.element_ty)
         logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
         if D2 > 0:
-            k2 = _columns(k_rows, d2, DK, SPAN + D2, q.dtype.element_ty)
+            k2 = device.columns(k_rows, d2, DK, SPAN + D2, q.dtype.element_ty)
             logits = tl.dot(q2, tl.trans(k2), logits, input_precision=PRECISION)
-        logits = _scaled(logits, scale * k_scale, softcap, SOFTCAP)
+        logits = device.scaled(logits, scale * k_scale, softcap, SOFTCAP)
         visible = (n < prefix)[None, :]
         if WINDOW:
             visible = visible & (at[:, None] - (start + n)[None, :] <= window)
         logits = tl.where(visible, logits, float("-inf"))
-        p, m_i, l_i, acc = _softmax(logits, m_i, l_i, acc, WINDOW)
+        p, m_i, l_i, acc = device.softmax(logits, m_i, l_i, acc, WINDOW)
         if LATENT:
             values = k1
         else:
-            values = _columns(v_rows, dv, DV, BLOCK_DV, q.dtype.element_ty)
+            values = device.columns(v_rows, dv, DV, BLOCK_DV, q.dtype.element_ty)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
 
     # The draft tokens, under the mask; only a request's last split has any.
@@ -145,7 +146,7 @@ def split_kernel(
         exists = j < length
         if DRAFT == "cache":
             exists = exists & (prefix + j < listed)
-        dk_rows, dv_rows = _draft_rows(
+        dk_rows, dv_rows = device.draft_rows(
             k, v, draft_k, draft_v, draft_slots, table_row, q_first, prefix, j, exists, h,
             stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
             PAGE_SIZE, DRAFT,
@@ -155,9 +156,9 @@ def split_kernel(
         if D2 > 0:
             e2 = tl.load(dk_rows + d2[None, :], mask=exists[:, None] & (d2 < DK)[None, :], other=0.0).to(q.dtype.element_ty)
             draft_logits = tl.dot(q2, tl.trans(e2), draft_logits, input_precision=PRECISION)
-        draft_logits = _scaled(draft_logits, draft_scale, softcap, SOFTCAP)
+        draft_logits = device.scaled(draft_logits, draft_scale, softcap, SOFTCAP)
         sees = row_ok[:, None] & exists[None, :]
-        sees = sees & _allowed(mask, mask_indptr, mask_start, r, q_first, length, start + prefix, t, j, sees, stride_mask, MASK, MASK_INDPTR, MASK_STRIDE)
+        sees = sees & device.allowed(mask, mask_indptr, mask_start, r, q_first, length, start + prefix, t, j, sees, stride_mask, MASK, MASK_INDPTR, MASK_STRIDE)
         if WINDOW:
             if POSITIONS:
                 at_j = tl.load(positions + q_first + j, mask=exists, other=0).to(tl.int32)
@@ -165,7 +166,7 @@ def split_kernel(
                 at_j = start + prefix + j
             sees = sees & (at[:, None] - at_j[None, :] <= window)
         draft_logits = tl.where(sees, draft_logits, float("-inf"))
-        pd, m_i, l_i, acc = _softmax(draft_logits, m_i, l_i, acc, True)
+        pd, m_i, l_i, acc = device.softmax(draft_logits, m_i, l_i, acc, True)
         if LATENT:
             draft_values = e1
         else:
@@ -207,13 +208,13 @@ def merge_kernel(
     h = tl.program_id(0) // ROWS
     row = tl.program_id(0) % ROWS
     r = tl.program_id(1)
-    first, splits = _splits_of(
-        r, cu_q, lens, kv_start, num_requests, table_keys, window, target, min_tiles, max_splits,
+    first, splits = device.splits_of(
+        r, tl.arange(0, BLOCK_R), tl.arange(0, 8), cu_q, lens, kv_start, num_requests, table_keys, window, target, min_tiles, max_splits,
         BLOCK_R, BLOCK_N, PAGED, DRAFT, WINDOW, POSITIONS,
     )  # fmt: skip
     if splits <= 1:
         return
-    q_first, length, listed, prefix = _lengths(cu_q, lens, r, table_keys, PAGED, DRAFT, r < num_requests)
+    q_first, length, listed, prefix = device.lengths(cu_q, lens, r, table_keys, PAGED, DRAFT, r < num_requests)
     t = row // G
     head = h * G + row % G
     if t >= length:
@@ -243,150 +244,3 @@ def merge_kernel(
     tl.store(o_row + dv, result.to(out.dtype.element_ty), mask=dv < DV)
     if LSE:
         tl.store(lse + (q_first + t).to(tl.int64) * (HKV * G) + head, (m_i + tl.log2(l_i)) * LN2)
-
-
-@triton.jit
-def _lengths(cu_q, lens, r, table_keys, PAGED: tl.constexpr, DRAFT: tl.constexpr, inside):
-    """(first row of q, query tokens, listed keys, keys of the prefix) of request(s) r."""
-    q_first = tl.load(cu_q + r, mask=inside, other=0).to(tl.int32)
-    length = tl.load(cu_q + r + 1, mask=inside, other=0).to(tl.int32) - q_first
-    if PAGED:
-        listed = tl.minimum(tl.load(lens + r, mask=inside, other=0), table_keys).to(tl.int32)
-    else:
-        listed = (tl.load(lens + r + 1, mask=inside, other=0) - tl.load(lens + r, mask=inside, other=0)).to(tl.int32)
-    prefix = listed
-    if DRAFT == "cache":
-        prefix = tl.maximum(listed - length, 0)
-    return q_first, length, listed, tl.maximum(prefix, 0)
-
-
-@triton.jit
-def _splits(length, prefix, window, target, min_tiles, max_splits, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, SKIP: tl.constexpr):
-    """Splits of each request: int32 [BLOCK_R]. Their sum is at most target + num_requests.
-
-    Each takes about total / target tiles. Up to half as many again where that makes all splits fit in ``target``
-    programs, which then run at once: a few more tiles a program cost less than a second round of programs.
-    """
-    tiles = tl.cdiv(prefix, BLOCK_N)
-    if SKIP:  # tiles that a window hides from every query token
-        tiles = tiles - tl.maximum(prefix - window, 0) // BLOCK_N
-    tiles = tl.where(length > 0, tiles, 0)
-    chunk = tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), min_tiles)
-    if BLOCK_R > 1:
-        tries = chunk + (chunk * tl.arange(0, 8) + 15) // 16
-        used = tl.sum(tl.cdiv(tiles[:, None], tries[None, :]) + tl.where((length > 0) & (tiles == 0), 1, 0)[:, None], 0)
-        fits = tl.min(tl.where(used <= target, tries, 2147483647), 0)
-        chunk = tl.where(fits < 2147483647, fits, chunk)
-    splits = tl.minimum(tl.maximum(tl.cdiv(tiles, chunk), 1), max_splits)
-    return tl.where(length > 0, splits, 0)
-
-
-@triton.jit
-def _splits_of(
-    r, cu_q, lens, kv_start, num_requests, table_keys, window, target, min_tiles, max_splits,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, DRAFT: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
-):  # fmt: skip
-    """(number of its first split, number of splits) of request r."""
-    index = tl.arange(0, BLOCK_R)
-    _, length, _, prefix = _lengths(cu_q, lens, index, table_keys, PAGED, DRAFT, index < num_requests)
-    splits = _splits(length, prefix, window, target, min_tiles, max_splits, BLOCK_R, BLOCK_N, WINDOW and not POSITIONS)
-    return tl.sum(tl.where(index < r, splits, 0), 0), tl.sum(tl.where(index == r, splits, 0), 0)
-
-
-@triton.jit
-def _schedule(
-    i, cu_q, lens, kv_start, num_requests, table_keys, window, target, min_tiles, max_splits,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, DRAFT: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
-    KV_START: tl.constexpr, MASK_STARTS: tl.constexpr,
-):  # fmt: skip
-    """(request, its first split, its splits, splits of all requests, its first entry of a full mask) of split i."""
-    index = tl.arange(0, BLOCK_R)
-    inside = index < num_requests
-    _, length, _, prefix = _lengths(cu_q, lens, index, table_keys, PAGED, DRAFT, inside)
-    splits = _splits(length, prefix, window, target, min_tiles, max_splits, BLOCK_R, BLOCK_N, WINDOW and not POSITIONS)
-    ends = tl.cumsum(splits, 0)
-    total = tl.max(ends, 0)
-    r = tl.minimum(tl.sum((ends <= i).to(tl.int32), 0), num_requests - 1)
-    mine = tl.sum(tl.where(index == r, splits, 0), 0)
-    first = tl.sum(tl.where(index < r, splits, 0), 0)
-    mask_start = r.to(tl.int64) * 0
-    if MASK_STARTS:
-        width = prefix + length
-        if KV_START:
-            width = width + tl.load(kv_start + index, mask=inside, other=0).to(tl.int32)
-        mask_start = tl.sum(tl.where(index < r, length.to(tl.int64) * width.to(tl.int64), 0), 0)
-    return r, first, mine, total, mask_start
-
-
-@triton.jit
-def _columns(rows, d, END: tl.constexpr, BLOCK_END: tl.constexpr, dtype: tl.constexpr):
-    """Columns d of the rows at ``rows`` [n, 1] as ``dtype``; those from END on are 0, unmasked where END is the block's end."""
-    if END == BLOCK_END:
-        return tl.load(rows + d[None, :]).to(dtype)
-    return tl.load(rows + d[None, :], mask=(d < END)[None, :], other=0.0).to(dtype)
-
-
-@triton.jit
-def _scaled(logits, scale, softcap, SOFTCAP: tl.constexpr):
-    """Base-2 logits: scaled, soft-capped (tanh by exp2, which saturates without overflow), times log2 e."""
-    if SOFTCAP:
-        doubled = tl.exp2(logits * (2.0 * LOG2E * scale / softcap))
-        return (softcap * LOG2E) * (1.0 - 2.0 / (doubled + 1.0))
-    return logits * (scale * LOG2E)
-
-
-@triton.jit
-def _softmax(logits, m_i, l_i, acc, MAY_BE_EMPTY: tl.constexpr):
-    """One step of the online softmax: (weights, maximum, denominator, rescaled accumulator)."""
-    m_new = tl.maximum(m_i, tl.max(logits, 1))
-    base = m_new
-    if MAY_BE_EMPTY:
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2(m_i - base)
-    p = tl.exp2(logits - base[:, None])
-    return p, m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None]
-
-
-@triton.jit
-def _draft_rows(
-    k, v, draft_k, draft_v, draft_slots, table_row, q_first, prefix, j, exists, h,
-    stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
-    PAGE_SIZE: tl.constexpr, DRAFT: tl.constexpr,
-):  # fmt: skip
-    """Where draft tokens j have K and V: pointers [BLOCK_L, 1]."""
-    if DRAFT == "dense":
-        token = (q_first + j).to(tl.int64)
-        return draft_k + token[:, None] * stride_dkt + h * stride_dkh, draft_v + token[:, None] * stride_dvt + h * stride_dvh
-    if DRAFT == "slots":
-        slot = tl.load(draft_slots + q_first + j, mask=exists, other=0).to(tl.int64)
-        page = slot // PAGE_SIZE
-        row = slot % PAGE_SIZE
-    else:
-        page = tl.load(table_row + (prefix + j) // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
-        row = (prefix + j) % PAGE_SIZE
-    k_rows = k + h * stride_kh + (page * stride_kp + row * stride_kt)[:, None]
-    v_rows = v + h * stride_vh + (page * stride_vp + row * stride_vt)[:, None]
-    return k_rows, v_rows
-
-
-@triton.jit
-def _allowed(
-    mask, mask_indptr, mask_start, r, q_first, length, before, t, j, where,
-    stride_mask, MASK: tl.constexpr, MASK_INDPTR: tl.constexpr, MASK_STRIDE: tl.constexpr,
-):  # fmt: skip
-    """Which draft tokens j each row's token t sees by the mask: [M, BLOCK_L], meaningful where ``where`` holds."""
-    if MASK == "none":
-        return j[None, :] <= t[:, None]
-    if MASK == "packed":
-        words = mask + (q_first + t).to(tl.int64)[:, None] * stride_mask + (j // 64)[None, :]
-        return ((tl.load(words, mask=where, other=0) >> (j % 64).to(tl.int64)[None, :]) & 1) != 0
-    if MASK_INDPTR:
-        mask_start = tl.load(mask_indptr + r).to(tl.int64)
-    if MASK == "full":
-        row_start = t.to(tl.int64) * (before + length) + before
-    elif MASK_INDPTR:
-        row_start = t.to(tl.int64) * length
-    else:
-        mask_start = r.to(tl.int64) * MASK_STRIDE * MASK_STRIDE
-        row_start = t.to(tl.int64) * MASK_STRIDE
-    return tl.load(mask + mask_start + row_start[:, None] + j[None, :], mask=where, other=0) != 0

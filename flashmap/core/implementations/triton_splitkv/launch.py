@@ -158,7 +158,7 @@ def _launch(call: Call, plan: Plan, parts: torch.Tensor, lse_at: int) -> None:
     sharing = (window, plan.target, config.min_tiles, config.max_splits)
     k_head, v_head = kv.k.stride(-2), v.stride(-2)
 
-    kernels.split_kernel[plan.grid](
+    _split_kernel(config.kernel)[plan.grid](
         q, kv.k, v, out, lse, parts, lse_at,
         call.cu_seqlens_q, lens, table, kv_start,
         draft_k, draft_v, _or(call.draft_slots, unused), mask, mask_indptr, _or(call.positions, unused), sinks,
@@ -173,6 +173,14 @@ def _launch(call: Call, plan: Plan, parts: torch.Tensor, lse_at: int) -> None:
             out, lse, parts, lse_at, call.cu_seqlens_q, lens, kv_start, sinks,
             *counts, *sharing, out.stride(0), out.stride(1), **plan.merge_constants,
         )  # fmt: skip
+
+
+def _split_kernel(name: str) -> Any:
+    if name == "split":
+        return kernels.split_kernel
+    from flashmap.core.implementations.triton_splitkv.latent_sm90 import latent_kernel
+
+    return latent_kernel
 
 
 def _cache_arguments(kv: KVCache) -> tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor, int, int]:

@@ -1,0 +1,164 @@
+"""What both split kernels and the merge share, as functions on the device: lengths, the schedule, masks, softmax.
+
+They create no tensors of their own but get index vectors from the kernel, which may be written in Triton or in Gluon:
+Gluon's carry a layout.
+"""
+
+import triton
+import triton.language as tl
+
+try:
+    from triton.experimental.gluon.language import convert_layout
+except ImportError:  # a Triton without Gluon: no kernel that needs it is launched then
+    convert_layout = None
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def lengths(cu_q, lens, r, table_keys, PAGED: tl.constexpr, DRAFT: tl.constexpr, inside):
+    """(first row of q, query tokens, listed keys, keys of the prefix) of request(s) r."""
+    q_first = tl.load(cu_q + r, mask=inside, other=0).to(tl.int32)
+    length = tl.load(cu_q + r + 1, mask=inside, other=0).to(tl.int32) - q_first
+    if PAGED:
+        listed = tl.minimum(tl.load(lens + r, mask=inside, other=0), table_keys).to(tl.int32)
+    else:
+        listed = (tl.load(lens + r + 1, mask=inside, other=0) - tl.load(lens + r, mask=inside, other=0)).to(tl.int32)
+    prefix = listed
+    if DRAFT == "cache":
+        prefix = tl.maximum(listed - length, 0)
+    return q_first, length, listed, tl.maximum(prefix, 0)
+
+
+@triton.jit
+def split_counts(eighths, length, prefix, window, target, min_tiles, max_splits, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, SKIP: tl.constexpr):
+    """Splits of each request: int32 [BLOCK_R]. Their sum is at most target + num_requests.
+
+    Each takes about total / target tiles. Up to half as many again where that makes all splits fit in ``target``
+    programs, which then run at once: a few more tiles a program cost less than a second round of programs.
+    """
+    tiles = tl.cdiv(prefix, BLOCK_N)
+    if SKIP:  # tiles that a window hides from every query token
+        tiles = tiles - tl.maximum(prefix - window, 0) // BLOCK_N
+    tiles = tl.where(length > 0, tiles, 0)
+    chunk = tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), min_tiles)
+    if BLOCK_R > 1:
+        tries = chunk + (chunk * eighths + 15) // 16
+        used = tl.sum(tl.cdiv(tiles[:, None], tries[None, :]) + tl.where((length > 0) & (tiles == 0), 1, 0)[:, None], 0)
+        fits = tl.min(tl.where(used <= target, tries, 2147483647), 0)
+        chunk = tl.where(fits < 2147483647, fits, chunk)
+    splits = tl.minimum(tl.maximum(tl.cdiv(tiles, chunk), 1), max_splits)
+    return tl.where(length > 0, splits, 0)
+
+
+@triton.jit
+def splits_of(
+    r, index, eighths, cu_q, lens, kv_start, num_requests, table_keys, window, target, min_tiles, max_splits,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, DRAFT: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """(number of its first split, number of splits) of request r."""
+    _, length, _, prefix = lengths(cu_q, lens, index, table_keys, PAGED, DRAFT, index < num_requests)
+    splits = split_counts(eighths, length, prefix, window, target, min_tiles, max_splits, BLOCK_R, BLOCK_N, WINDOW and not POSITIONS)
+    return tl.sum(tl.where(index < r, splits, 0), 0), tl.sum(tl.where(index == r, splits, 0), 0)
+
+
+@triton.jit
+def schedule(
+    i, index, eighths, cu_q, lens, kv_start, num_requests, table_keys, window, target, min_tiles, max_splits,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, DRAFT: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
+    KV_START: tl.constexpr, MASK_STARTS: tl.constexpr, SCAN_LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """(request, its first split, its splits, splits of all requests, its first entry of a full mask) of split i."""
+    inside = index < num_requests
+    _, length, _, prefix = lengths(cu_q, lens, index, table_keys, PAGED, DRAFT, inside)
+    splits = split_counts(eighths, length, prefix, window, target, min_tiles, max_splits, BLOCK_R, BLOCK_N, WINDOW and not POSITIONS)
+    if SCAN_LAYOUT is None:
+        ends = tl.cumsum(splits, 0)
+    else:  # Gluon scans no slice layout
+        ends = tl.cumsum(convert_layout(splits, SCAN_LAYOUT), 0)
+    total = tl.max(ends, 0)
+    r = tl.minimum(tl.sum((ends <= i).to(tl.int32), 0), num_requests - 1)
+    mine = tl.sum(tl.where(index == r, splits, 0), 0)
+    first = tl.sum(tl.where(index < r, splits, 0), 0)
+    mask_start = r.to(tl.int64) * 0
+    if MASK_STARTS:
+        width = prefix + length
+        if KV_START:
+            width = width + tl.load(kv_start + index, mask=inside, other=0).to(tl.int32)
+        mask_start = tl.sum(tl.where(index < r, length.to(tl.int64) * width.to(tl.int64), 0), 0)
+    return r, first, mine, total, mask_start
+
+
+@triton.jit
+def columns(rows, d, END: tl.constexpr, BLOCK_END: tl.constexpr, dtype: tl.constexpr):
+    """Columns d of the rows at ``rows`` [n, 1] as ``dtype``; those from END on are 0, unmasked where END is the block's end."""
+    if END == BLOCK_END:
+        return tl.load(rows + d[None, :]).to(dtype)
+    return tl.load(rows + d[None, :], mask=(d < END)[None, :], other=0.0).to(dtype)
+
+
+@triton.jit
+def scaled(logits, scale, softcap, SOFTCAP: tl.constexpr):
+    """Base-2 logits: scaled, soft-capped (tanh by exp2, which saturates without overflow), times log2 e."""
+    if SOFTCAP:
+        doubled = tl.exp2(logits * (2.0 * LOG2E * scale / softcap))
+        return (softcap * LOG2E) * (1.0 - 2.0 / (doubled + 1.0))
+    return logits * (scale * LOG2E)
+
+
+@triton.jit
+def softmax(logits, m_i, l_i, acc, MAY_BE_EMPTY: tl.constexpr):
+    """One step of the online softmax: (weights, maximum, denominator, rescaled accumulator)."""
+    m_new = tl.maximum(m_i, tl.max(logits, 1))
+    base = m_new
+    if MAY_BE_EMPTY:
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m_i - base)
+    p = tl.exp2(logits - base[:, None])
+    return p, m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None]
+
+
+@triton.jit
+def draft_rows(
+    k, v, draft_k, draft_v, draft_slots, table_row, q_first, prefix, j, exists, h,
+    stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
+    PAGE_SIZE: tl.constexpr, DRAFT: tl.constexpr,
+):  # fmt: skip
+    """Where draft tokens j have K and V: pointers [BLOCK_L, 1]."""
+    if DRAFT == "dense":
+        token = (q_first + j).to(tl.int64)
+        return draft_k + token[:, None] * stride_dkt + h * stride_dkh, draft_v + token[:, None] * stride_dvt + h * stride_dvh
+    if DRAFT == "slots":
+        slot = tl.load(draft_slots + q_first + j, mask=exists, other=0).to(tl.int64)
+        page = slot // PAGE_SIZE
+        row = slot % PAGE_SIZE
+    else:
+        page = tl.load(table_row + (prefix + j) // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
+        row = (prefix + j) % PAGE_SIZE
+    k_rows = k + h * stride_kh + (page * stride_kp + row * stride_kt)[:, None]
+    v_rows = v + h * stride_vh + (page * stride_vp + row * stride_vt)[:, None]
+    return k_rows, v_rows
+
+
+@triton.jit
+def allowed(
+    mask, mask_indptr, mask_start, r, q_first, length, before, t, j, where,
+    stride_mask, MASK: tl.constexpr, MASK_INDPTR: tl.constexpr, MASK_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Which draft tokens j each row's token t sees by the mask: [M, BLOCK_L], meaningful where ``where`` holds."""
+    if MASK == "none":
+        return j[None, :] <= t[:, None]
+    if MASK == "packed":
+        words = mask + (q_first + t).to(tl.int64)[:, None] * stride_mask + (j // 64)[None, :]
+        return ((tl.load(words, mask=where, other=0) >> (j % 64).to(tl.int64)[None, :]) & 1) != 0
+    if MASK_INDPTR:
+        mask_start = tl.load(mask_indptr + r).to(tl.int64)
+    if MASK == "full":
+        row_start = t.to(tl.int64) * (before + length) + before
+    elif MASK_INDPTR:
+        row_start = t.to(tl.int64) * length
+    else:
+        mask_start = r.to(tl.int64) * MASK_STRIDE * MASK_STRIDE
+        row_start = t.to(tl.int64) * MASK_STRIDE
+    return tl.load(mask + mask_start + row_start[:, None] + j[None, :], mask=where, other=0) != 0
