@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -190,6 +191,91 @@ def explain(
         typer.echo(f"{typer.style(candidate.name, bold=candidate.role == 'winner')} {role}{':' if candidate.reasons else ''}")
         for reason in candidate.reasons:
             typer.echo(f"    [{reason.code}] {reason.text}" + (f". Fix: {reason.fix}" if reason.fix else ""))
+
+
+@app.command()
+@_errors_in_one_line
+def check(
+    impl: Annotated[list[str] | None, typer.Option(help="An implementation; may be repeated.", show_default="all that run here")] = None,
+    size: Annotated[str, typer.Option(help="small, or full (minutes on a CPU).")] = "small",
+    dtype: Annotated[list[str] | None, typer.Option(help="fp32, fp16 or bf16; may be repeated.", show_default="all three")] = None,
+    graphs: Annotated[bool, typer.Option("--graphs", help="On a GPU, also capture and replay each case.")] = False,
+    json: Json = False,
+) -> None:
+    """Run the conformance grid on this machine. Exit code 1 when a case fails, or an implementation that was asked for serves none."""
+    from flashmap.core import diagnostics, registry
+    from flashmap.core.request import DTYPES
+
+    _one_of("--size", size, ("small", "full"))
+    for name in dtype or ():
+        _one_of("--dtype", name, DTYPES)
+    for name in impl or ():
+        _one_of("--impl", name, registry.names())
+    device = _device(_HERE)
+    if graphs and device.type != "cuda":
+        raise ValueError("--graphs needs a CUDA device: leave it out")
+    tallies = []
+    for name in impl or registry.names():
+        tally = _check_one(name, device.type, size, tuple(dtype or DTYPES), graphs, quiet=json)
+        if not json:
+            typer.echo(str(tally))
+        tallies.append(tally)
+    if json:
+        typer.echo(diagnostics.as_json(tuple(tallies)))
+    raise typer.Exit(int(any(tally.failed or (impl and not tally.ok) for tally in tallies)))
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the grid gave for one implementation. ``worst`` is the largest error as a part of what is allowed."""
+
+    name: str
+    ok: int = 0
+    declined: int = 0
+    failed: int = 0
+    worst: float = 0.0
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.ok} ok, {self.declined} declined, {self.failed} failed"
+        if self.ok:
+            text += f", largest error {self.worst:.2f} of what is allowed"
+        text += f", {self.seconds:.0f} s"
+        return text + "".join(f"\n    declined {times} times: {reason}" for reason, times in self.reasons.items())
+
+
+def _check_one(name: str, device: str, size: str, dtypes: tuple[str, ...], graphs: bool, *, quiet: bool) -> _Tally:
+    from flashmap.core import registry
+    from flashmap.core.testing import cases, check_replay
+    from flashmap.core.testing import check as check_grid
+
+    tally, start = _Tally(name), time.monotonic()
+    grid = list(cases(device, dtypes, size))
+    live = not quiet and sys.stdout.isatty()
+    for number, case in enumerate(grid, 1):
+        if live:
+            typer.echo(f"\r\033[K{name}: {number}/{len(grid)} {case}", nl=False)
+        (result,) = check_grid(name, device, grid=[case])
+        if result.outcome == "ok" and graphs and registry.get(name).capability.capturable:
+            try:
+                result = check_replay(name, case, device)
+            except Exception as error:  # reported with its case, as the kit does
+                result = replace(result, outcome="failed", reasons=(f"under capture: {type(error).__name__}: {error}",))
+        setattr(tally, result.outcome, getattr(tally, result.outcome) + 1)
+        if result.outcome == "ok":
+            tally.worst = max(tally.worst, result.error / (result.bound or 1.0))
+        elif result.outcome == "declined":
+            tally.reasons[result.reasons[0]] = tally.reasons.get(result.reasons[0], 0) + 1
+        else:
+            tally.failures.append(str(result))
+            if not quiet:
+                typer.echo(f"{chr(13) if live else ''}FAILED {name} {result}")
+    if live:
+        typer.echo("\r\033[K", nl=False)
+    tally.seconds = time.monotonic() - start
+    return tally
 
 
 def _device(arch: str, *, capturing: bool = False) -> DeviceInfo:

@@ -362,8 +362,27 @@ def _look_at_engine(
         return inactive("nothing_hooked", "the plugin loaded but hooked nothing", None)
     for hook in learned.hooked:
         found.append(Finding("ok", engine.name, "hooked", hook))
+    found += _look_at_routing(engine)
     found.append(Finding("ok", engine.name, "active", f"would run with FlashMap ({len(learned.hooked)} hooked)"))
     return found, EngineReport(engine.name, version, True, learned.hooked, learned.declined)
+
+
+def _look_at_routing(engine: Engine) -> list[Finding]:
+    """Whom a plain verify call of the engine would go to. Being hooked is not being chosen: the engine's kernel may be faster."""
+    import torch
+
+    from flashmap.core import dispatch
+
+    device = DeviceInfo.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        decision = dispatch.choose(plain_request(), device, dispatch.Policy.from_env(engine_kernel=engine.name))
+    except ValueError as error:
+        return [Finding("failure", engine.name, "bad_value", str(error))]
+    if decision.winner is not None:
+        return [Finding("info", engine.name, "routed", f"a plain verify call would go to {decision.winner}")]
+    because = "; ".join(reason.text for reason in decision.reasons)
+    fix = next((reason.fix for reason in decision.reasons if reason.fix), None)
+    return [Finding("info", engine.name, "left", f"a plain verify call would stay with the engine: {because}", fix)]
 
 
 def allows(engine: Engine, value: str | None) -> bool:

@@ -75,7 +75,7 @@ class Capability:
         if self.features is not None:
             for feature in request.features():
                 if feature not in self.features:
-                    found.append(Reason(f"feature.{feature}", f"{feature} is not served, only {_listed(self.features)}"))
+                    found.append(Reason(f"feature.{feature}", f"{feature} is not served, only {_listed(self.features) or 'plain calls'}"))
         if device.capturing and not self.capturable:
             found.append(Reason("capturing", "it reads device values on the host, which a CUDA graph capture forbids"))
         return tuple(found)

