@@ -10,7 +10,7 @@ order, on other streams.
 """
 
 from flashmap.core.testing.cases import Case, build, cases
-from flashmap.core.testing.check import Expected, Result, assert_conforms, check, check_case, expected, run
+from flashmap.core.testing.check import Expected, Result, assert_conforms, check, check_case, compare, expected, run
 from flashmap.core.testing.device import check_order, check_repeat, check_replay, check_streams
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "check_repeat",
     "check_replay",
     "check_streams",
+    "compare",
     "expected",
     "run",
 ]
