@@ -65,7 +65,8 @@ def doctor(json: Json = False) -> None:
         typer.echo(diagnostics.as_json(examination))
     else:
         for finding in examination.findings:
-            text = f"{finding.subject:<16} {finding.text}" + (f". Fix: {finding.fix}" if finding.fix else "")
+            remedy = "" if finding.fix is None else f". {'Hint' if finding.verdict == 'info' else 'Fix'}: {finding.fix}"
+            text = f"{finding.subject:<16} {finding.text}{remedy}"
             typer.echo(f"{typer.style(f'{finding.verdict:<8}', fg=_COLOURS[finding.verdict])} {text}")
     raise typer.Exit(examination.exit_code)
 
