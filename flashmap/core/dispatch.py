@@ -105,10 +105,10 @@ def select(call: Call, impl: str | None = None) -> VerifyAttention:
     device = DeviceInfo.of(call.q.device)
     policy = Policy.from_env(impl)
     decision = _decide(call.request, device, policy)
+    for loser, reasons in decision.declined:  # also where the next one serves the call
+        for reason in reasons:
+            stats.count(loser, "declined", reason.code)
     if decision.winner is None:
-        for loser, reasons in decision.declined:
-            for reason in reasons:
-                stats.count(loser, "declined", reason.code)
         raise Declined(policy.impl or "verify_attention", decision.reasons)
     winner = registry.get(decision.winner)
     if device.capturing:

@@ -27,11 +27,7 @@ _registered: dict[str, VerifyAttention] = {}
 
 def register(implementation: VerifyAttention, *, replace: bool = False) -> None:
     """Add an implementation under its ``name``. ValueError if the name is taken, unless ``replace``; TypeError if a part is missing."""
-    missing = [part for part in ("name", "capability", "why_not", "not_ready", "prepare", "run") if not hasattr(implementation, part)]
-    if missing:
-        raise TypeError(
-            f"{type(implementation).__name__} lacks {', '.join(missing)}: derive it from flashmap.core.interface.Implementation"
-        )
+    _check_parts(implementation)
     name = implementation.name
     if not replace and name in names():
         raise ValueError(f"an implementation named {name!r} is registered already: choose another name, or pass replace=True")
@@ -75,8 +71,16 @@ def _load_entry_points() -> None:
             implementation = loaded() if callable(loaded) and not hasattr(loaded, "run") else loaded
             if isinstance(implementation, type):
                 implementation = implementation()
+            _check_parts(implementation)
             if implementation.name in _OURS or implementation.name in _registered:
                 raise ValueError(f"the name {implementation.name!r} is taken")
             _registered[implementation.name] = implementation
         except Exception as error:  # somebody else's code: it must not take the host process down
             logger.warning("flashmap: entry point %s = %s of group %s is left out: %s", point.name, point.value, GROUP, error)
+
+
+def _check_parts(implementation: VerifyAttention) -> None:
+    missing = [part for part in ("name", "capability", "why_not", "not_ready", "prepare", "run") if not hasattr(implementation, part)]
+    if missing:
+        kind = type(implementation).__name__
+        raise TypeError(f"{kind} lacks {', '.join(missing)}: derive it from flashmap.core.interface.Implementation")
