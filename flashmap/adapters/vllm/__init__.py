@@ -1,0 +1,227 @@
+"""vLLM: its plugin entry point, and the same by hand. Speculative decoding's verify batches go to the op.
+
+vLLM loads ``register`` in every process that it starts (entry point ``flashmap_verify`` of ``vllm.general_plugins``).
+It overrides vLLM's backends by subclasses that are registered under the same name; what they do not serve stays with the
+class that they are derived from. Nothing here may raise into the engine, unless FLASHMAP_STRICT=1.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from flashmap import env
+from flashmap.adapters import observe
+from flashmap.adapters.patching import Contract, Hook, Installation, broken, probe
+from flashmap.core.dispatch import Policy
+from flashmap.core.interface import Reason
+
+logger = logging.getLogger(__name__)
+
+_REGISTRY = "vllm.v1.attention.backends.registry"
+_CPU_ATTN = "vllm.v1.attention.backends.cpu_attn"
+_CPU_MLA = "vllm.v1.attention.backends.mla.cpu_mla"
+_MLA = "vllm.model_executor.layers.attention.mla_attention"
+
+# Our class for each backend of vLLM's, by the path that vLLM imports once it selects the backend.
+BACKENDS = {
+    "CPU_ATTN": "flashmap.adapters.vllm.cpu_attn.FlashMapCPUAttentionBackend",
+    "CPU_MLA": "flashmap.adapters.vllm.cpu_mla.FlashMapCPUMLABackend",
+}
+
+_COMMON = (
+    Contract(f"{_REGISTRY}:register_backend", ("backend", "class_path")),
+    Contract(f"{_REGISTRY}:AttentionBackendEnum.get_path"),
+    Contract(f"{_REGISTRY}:AttentionBackendEnum.is_overridden"),
+    Contract(f"{_REGISTRY}:AttentionBackendEnum.clear_override"),
+)
+CONTRACTS = {
+    "CPU_ATTN": (
+        Contract(f"{_REGISTRY}:AttentionBackendEnum.CPU_ATTN"),
+        Contract(f"{_CPU_ATTN}:CPUAttentionBackend.get_impl_cls"),
+        Contract(f"{_CPU_ATTN}:CPUAttentionBackendImpl.do_kv_cache_update", ("layer", "key", "value", "kv_cache", "slot_mapping")),
+        Contract(
+            f"{_CPU_ATTN}:CPUAttentionBackendImpl.forward",
+            ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale"),
+        ),
+        Contract(
+            f"{_CPU_ATTN}:CPUAttentionMetadata",
+            fields=("num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens", "block_table", "causal"),
+        ),
+    ),
+    "CPU_MLA": (
+        Contract(f"{_REGISTRY}:AttentionBackendEnum.CPU_MLA"),
+        Contract(f"{_CPU_MLA}:CPUMLABackend.get_impl_cls"),
+        Contract(f"{_CPU_MLA}:CPUMLABackend.get_builder_cls"),
+        Contract(f"{_CPU_MLA}:CPUMLAImpl.forward_mqa", ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")),
+        Contract(f"{_CPU_MLA}:CPUMLAImpl.forward_mha", ("attn_metadata",)),
+        Contract(f"{_MLA}:QueryLenSupport.VARLEN"),
+        Contract(f"{_MLA}:MLACommonMetadataBuilder.query_len_support"),
+        Contract(f"{_MLA}:MLACommonMetadataBuilder.reorder_batch_threshold"),
+        Contract(
+            f"{_MLA}:MLACommonMetadata",
+            fields=("num_decodes", "num_decode_tokens", "max_query_len", "query_start_loc", "causal", "prefill", "decode"),
+        ),
+        Contract(f"{_MLA}:MLACommonDecodeMetadata", fields=("block_table", "seq_lens")),
+        Contract(f"{_MLA}:MLACommonPrefillMetadata", fields=("max_query_len", "chunked_context")),
+    ),
+}
+
+_installation: Installation | None = None
+_decided: set[str] = set()  # the backends that are hooked, or were declined
+
+
+def register() -> None:
+    """The entry point: :func:`install` with what the environment says. Raises only under FLASHMAP_STRICT=1."""
+    try:
+        install()
+    except Exception as error:
+        if _strict():
+            raise
+        logger.warning("flashmap is not active in vLLM, which runs as without it: %s", error)
+
+
+def install(backends: Iterable[str] | None = None) -> Installation:
+    """Hook FlashMap into vLLM in this process. Idempotent: what is hooked stays, and is listed again.
+
+    Args:
+        backends: names of vLLM backends, keys of ``BACKENDS``; None: FLASHMAP_VLLM_BACKENDS, or else all. Given here,
+            they also become the choice of the processes that vLLM starts, where the entry point installs.
+
+    Returns:
+        What was hooked, what was declined and why. Install before the model is built: vLLM chooses a layer's backend
+        when it makes the layer.
+
+    Raises:
+        ValueError: an unknown backend, or a FLASHMAP_* variable with a bad value. RuntimeError: under FLASHMAP_STRICT=1, when
+            something cannot be hooked.
+    """
+    global _installation
+    env.configure_logging()
+    if env.get("FLASHMAP_DISABLE"):
+        return Installation("vllm", declined=(Reason("disabled", "FLASHMAP_DISABLE is set", "unset FLASHMAP_DISABLE"),))
+    wanted = tuple(dict.fromkeys(backends if backends is not None else env.get("FLASHMAP_VLLM_BACKENDS") or BACKENDS))
+    unknown = [name for name in wanted if name not in BACKENDS]
+    if unknown:
+        raise ValueError(f"no vLLM backend {unknown[0]!r} can be hooked: choose among {', '.join(BACKENDS)}")
+    Policy.from_env()  # a FLASHMAP_IMPL that names nothing is an error here, and not in the middle of a request
+    before = _installation or Installation("vllm")
+    new = [name for name in wanted if name not in _decided]
+    if not new and _installation is not None:
+        return _installation
+    made = [_hook(name) for name in new]
+    hooked = [hook for hook in made if isinstance(hook, Hook)]
+    declined = [reason for reason in made if isinstance(reason, Reason)]
+    _tell(hooked, declined)
+    if backends is not None:
+        hooked.append(_children_install(wanted))
+    observe.start()
+    _decided.update(new)
+    _installation = Installation("vllm", (*before.hooked, *hooked), (*before.declined, *declined), _forget)
+    return _installation
+
+
+def _hook(name: str) -> Hook | Reason:
+    """Override one backend by ours, or say why not."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return Reason("platform", f"{name}: vLLM runs on {current_platform.device_type}, and this version of FlashMap serves its CPU backends alone")
+    missing = probe((*_COMMON, *CONTRACTS[name]))
+    if missing:
+        return broken(name, missing)
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    member = AttentionBackendEnum[name]
+    before = member.get_path() if member.is_overridden() else None
+    path = BACKENDS[name]
+    if before is not None and before != path:
+        return Reason("overridden", f"{name} is overridden by {before}, which stays", "remove the other plugin, or choose with VLLM_PLUGINS")
+    register_backend(member, path)
+    _forget_selection()
+    return Hook(_target(name), path, "flashmap", "verify batches of speculative decoding go to FlashMap's op", functools.partial(_restore, member, before))
+
+
+def _restore(member: Any, before: str | None) -> None:
+    """Take our override away, if it is still ours."""
+    from vllm.v1.attention.backends.registry import register_backend
+
+    if not member.is_overridden() or member.get_path() != BACKENDS[member.name]:
+        return
+    if before is None:
+        member.clear_override()
+    else:
+        register_backend(member, before)
+    _forget_selection()
+
+
+def _forget_selection() -> None:
+    """vLLM caches which class it selected; a layer made from now on must see the change."""
+    from vllm.v1.attention import selector
+
+    clear = getattr(getattr(selector, "_cached_get_attn_backend", None), "cache_clear", None)
+    if clear is not None:
+        clear()
+
+
+def _children_install(wanted: tuple[str, ...]) -> Hook:
+    """vLLM's processes inherit the environment: there the entry point reads which backends to hook."""
+    variable = "FLASHMAP_VLLM_BACKENDS"
+    before = os.environ.get(variable)
+    os.environ[variable] = ",".join(wanted)
+
+    def undo() -> None:
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before
+
+    return Hook(f"environment variable {variable}", os.environ[variable], "flashmap", "the processes that vLLM starts hook the same", undo)
+
+
+def _tell(hooked: list[Hook], declined: list[Reason]) -> None:
+    """One line on what is active; one WARNING on what should be and is not."""
+    _share_handlers()
+    lost = [r for r in declined if r.code != "platform"]
+    if lost:
+        text = "flashmap leaves a part of vLLM alone: " + "; ".join(map(str, lost))
+        if _strict():
+            for hook in hooked:
+                hook.undo()
+            raise RuntimeError(text)
+        logger.warning("%s", text)
+    if hooked:
+        logger.info("flashmap is active in vLLM (process %d): %s", os.getpid(), "; ".join(map(str, hooked)))
+    elif not lost:
+        logger.info("flashmap is not active in vLLM: %s", "; ".join(map(str, declined)))
+
+
+def _share_handlers() -> None:
+    """Show our lines where vLLM's appear, unless the application set up logging itself. vLLM sets up its own logger alone."""
+    ours = logging.getLogger("flashmap")
+    if ours.handlers or logging.getLogger().handlers:
+        return
+    for handler in logging.getLogger("vllm").handlers:
+        ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+
+
+def _forget() -> None:
+    global _installation
+    _installation = None
+    _decided.clear()
+
+
+def _target(name: str) -> str:
+    return f"vLLM backend {name}"
+
+
+def _strict() -> bool:
+    try:
+        return bool(env.get("FLASHMAP_STRICT"))
+    except ValueError:
+        return False
