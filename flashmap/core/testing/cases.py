@@ -174,7 +174,8 @@ class _Builder:
                 assert max(listed) == width * size, "the longest request of an overlong case fills its last page"
                 listed = [n + 7 if n == width * size else n for n in listed]
             rows = [table[: -(-n // size)] for table, n in zip(tables, case.listed, strict=True)] + [[]] * case.padded
-            block_table = torch.tensor([[*row, *_repeat(stale, width - len(row))] for row in rows], dtype=torch.int32)
+            entries = [page for row in rows for page in (*row, *_repeat(stale, width - len(row)))]
+            block_table = torch.tensor(entries, dtype=torch.int32).view(self.requests, width)
             return places, PagedKV(k, v, block_table.to(self.device), self.ints(listed), v_head_dim, kv_start)
         first = 3 if not case.int64 else 0
         indptr, indices = [first], list(_repeat(stale, first))
@@ -268,7 +269,7 @@ class _Builder:
             data = data * self.random(1, 256, size)
         data = data.to(torch.uint8).view(torch.int8) if case.mask_bytes == "int8" else data.to(getattr(torch, case.mask_bytes))
         if layout == "qlen" and not case.mask_indptr and case.layout == "paged":
-            data = data.view(-1, most, most)
+            data = data.view(self.requests + 2, most, most)
         return TreeMask(data.to(self.device), layout, self.ints(starts) if case.mask_indptr else None)
 
     # -- small things -----------------------------------------------------------------------------------------------
