@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -224,6 +225,14 @@ def check(
     if json:
         typer.echo(diagnostics.as_json(tuple(tallies)))
     raise typer.Exit(int(any(tally.failed or (impl and not tally.ok) for tally in tallies)))
+
+
+@app.command()
+@_errors_in_one_line
+def demo(json: Json = False) -> None:
+    """A small DeepSeek-shaped model with MTP in vLLM on the CPU, with and without FlashMap; then the op's own table."""
+    run = import_module("flashmap.demo").main  # imported here: it starts an engine
+    raise typer.Exit(run(json=json))
 
 
 @dataclass(slots=True)

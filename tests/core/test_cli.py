@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -319,6 +320,14 @@ def test_check_refuses_a_bad_value_in_one_line(options: list[str]) -> None:
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and options[0] in result.stderr
 
 
+def test_demo_passes_its_exit_code_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = types.ModuleType("flashmap.demo")
+    demo.main = lambda *, json: 3 if json else 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashmap.demo", demo)
+    assert runner.invoke(app, ["demo"]).exit_code == 0
+    assert runner.invoke(app, ["demo", "--json"]).exit_code == 3
+
+
 # -- the command itself -------------------------------------------------------------------------------------------------
 
 
@@ -330,7 +339,7 @@ def test_help_loads_no_torch() -> None:
     code = "import sys; from flashmap.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in ("doctor", "list", "explain"):
+    for command in ("doctor", "list", "explain", "check", "demo"):
         assert command in done.stdout
 
 
