@@ -135,12 +135,12 @@ class DeviceInfo:
         name, capability, sms, shared = _KNOWN[arch]
         return cls("cuda", name, capability, sms, shared, capturing, _triton_version() or "3.6.0", False)
 
-    def has_gluon(self) -> bool:
-        """Whether Triton has the Gluon that our kernels are written in: 3.6 and newer."""
+    def has_triton(self, *version: int) -> bool:
+        """Whether Triton is there, at least in ``version`` (major, minor)."""
         if self.triton is None:
             return False
-        numbers = [int(n) for n in self.triton.split(".")[:2] if n.isdigit()]
-        return numbers >= [3, 6]
+        numbers = tuple(int(n) for n in self.triton.split(".")[: len(version)] if n.isdigit())
+        return numbers >= version
 
 
 # NVIDIA CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"; SM counts of the named part.

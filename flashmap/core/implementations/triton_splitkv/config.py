@@ -30,6 +30,7 @@ class Config:
         span, rest: the head dimension in two dots, of the first ``span`` columns and of ``rest`` (padded; 0: none).
         d1, dv: ``span`` and the value dimension, padded to powers of two.
         block_s, merge_warps: splits that the merge reads at once, and its warps.
+        pdl: programmatic dependent launch, by which the merge starts before the split kernel ends.
     """
 
     kernel: str
@@ -48,10 +49,20 @@ class Config:
     dv: int
     block_s: int
     merge_warps: int
+    pdl: bool
 
     def target(self, kv_heads: int, sm_count: int) -> int:
-        """Splits that fill the device once, over all requests, for one KV head's row block."""
-        return max(1, self.waves * sm_count // (kv_heads * self.row_blocks))
+        """Splits that fill the device ``waves`` times, over all requests, for one KV head's row block.
+
+        Up to three more waves are taken where whole splits would leave a tenth of the device idle: 34 row blocks on
+        132 SMs are 3 splits (102 programs) in one wave, but 7 (238 programs) in two.
+        """
+        blocks = kv_heads * self.row_blocks
+        for waves in range(self.waves, self.waves + 4):
+            splits = waves * sm_count // blocks
+            if splits * blocks >= 0.9 * waves * sm_count:
+                return splits
+        return max(1, self.waves * sm_count // blocks)
 
     def launched_splits(self, request: VerifyRequest, sm_count: int) -> int:
         """Splits in the launch grid: an upper bound of what the device can hand out, from host constants alone."""
@@ -68,7 +79,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class _Tuned:
-    """A row of the table: (block_n, warps, stages, waves, min_chunk) for up to ``rows`` rows of a program."""
+    """A row of the table: for up to ``rows`` rows of a program, in batches of up to ``requests`` requests."""
 
     rows: int
     block_n: int
@@ -76,15 +87,16 @@ class _Tuned:
     stages: int
     waves: int
     min_chunk: int
+    requests: int = 1 << 30
 
 
-# TABLE
+# Measured on one H200 with torch 2.11.0+cu130 and Triton 3.6.0, bf16, page 64: benchmarks/results/.
 _TABLE: dict[str, tuple[_Tuned, ...]] = {
     "gqa": (
-        _Tuned(16, 128, 4, 3, 2, 256),
-        _Tuned(32, 128, 4, 3, 2, 256),
-        _Tuned(64, 128, 4, 3, 2, 256),
-        _Tuned(128, 64, 8, 3, 1, 256),
+        _Tuned(16, 64, 4, 5, 2, 128, requests=16),
+        _Tuned(16, 128, 4, 3, 2, 128),
+        _Tuned(32, 64, 4, 5, 2, 128),
+        _Tuned(64, 64, 4, 5, 2, 128),
     ),
     "mla": (
         _Tuned(16, 64, 4, 3, 1, 128),
@@ -106,7 +118,7 @@ def config_for(request: VerifyRequest, device: DeviceInfo) -> Config | None:
         kind = "latent_sm90"
     else:
         kind = "fp32" if request.dtype == "fp32" else "mla" if request.latent else "gqa"
-    tuned = _pick(_TABLE[kind], rows)
+    tuned = _pick(_TABLE[kind], rows, request.num_requests)
     m = tuned.rows
     block_n = forced.get("block_n", tuned.block_n)
     config = Config(
@@ -126,6 +138,7 @@ def config_for(request: VerifyRequest, device: DeviceInfo) -> Config | None:
         dv=dv,
         block_s=max(1, min(16, 2048 // dv)),
         merge_warps=4 if dv >= 256 else 2,
+        pdl=device.type == "cuda" and device.capability >= (9, 0) and device.has_triton(3, 6),
     )
     return config if device.type != "cuda" or kind == "latent_sm90" else _fit(config, request, device, forced)
 
@@ -138,12 +151,12 @@ def request_block(num_requests: int) -> int:
     return _power_of_two(num_requests)
 
 
-def _pick(table: tuple[_Tuned, ...], rows: int) -> _Tuned:
-    """The smallest row block that holds all rows, which then read K and V once; past the largest, the one that pads less."""
+def _pick(table: tuple[_Tuned, ...], rows: int, requests: int) -> _Tuned:
+    """The smallest row block that holds all rows, which then read K and V once; else the largest."""
     for tuned in table:
-        if rows <= tuned.rows:
+        if rows <= tuned.rows and requests <= tuned.requests:
             return tuned
-    return min(reversed(table[-2:]), key=lambda tuned: tuned.rows * -(-rows // tuned.rows))
+    return table[-1]
 
 
 def _head_split(request: VerifyRequest) -> tuple[int, int, int, int]:
@@ -168,7 +181,7 @@ def _has_latent_sm90(request: VerifyRequest, device: DeviceInfo) -> bool:
         and request.dtype == request.kv_dtype
         and request.dtype != "fp32"
         and request.window is None
-        and device.has_gluon()
+        and device.has_triton(3, 6)
     )
 
 
@@ -190,17 +203,25 @@ def _fit(config: Config, request: VerifyRequest, device: DeviceInfo, forced: dic
 
 
 def shared_memory(config: Config, request: VerifyRequest) -> int:
-    """Bytes that the split kernel needs: Q and P, and the buffers of the pipelined K and V tiles or one draft tile."""
+    """Bytes that the split kernel takes: Q, P, and K and V tiles of the pipeline or of the draft tokens.
+
+    As Triton 3.6 allocates for sm_90 (tests/core compile and compare): the page ids are one more level of loads, so that
+    two stages buy one tile ahead; 64 rows and more use the warpgroup product, which reads P from registers, holds one more
+    tile, and needs fp8 tiles converted in a buffer of their own.
+    """
     size, kv_size = _ITEMSIZE[request.dtype], _ITEMSIZE[request.kv_dtype]
+    warpgroup = config.m >= 64 and request.dtype != "fp32"
     k_columns = config.d1 + config.rest
     columns = k_columns + (0 if request.latent else config.dv)
     query = config.m * k_columns * size
-    weights = config.m * max(config.block_n, config.block_l) * size
-    buffers = max(config.stages - 1, 1) * config.block_n * columns * kv_size
-    if kv_size != size:  # a converted copy of the tile in use
-        buffers += config.block_n * columns * size
-    draft = config.block_l * columns * size
-    return query + weights + max(buffers, draft)
+    weights = 0 if warpgroup else config.m * max(config.block_n, config.block_l) * size
+    ahead = max(1, (config.stages - 1) // 2)
+    if warpgroup and kv_size == size:
+        ahead += 1
+    tiles = ahead * config.block_n * columns * kv_size
+    if warpgroup and kv_size != size:
+        tiles += config.block_n * columns * size
+    return query + weights + max(tiles, config.block_l * columns * size) + 1024
 
 
 def _overrides() -> dict[str, int]:

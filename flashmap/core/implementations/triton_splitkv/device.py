@@ -94,8 +94,10 @@ def schedule(
 def columns(rows, d, END: tl.constexpr, BLOCK_END: tl.constexpr, dtype: tl.constexpr):
     """Columns d of the rows at ``rows`` [n, 1] as ``dtype``; those from END on are 0, unmasked where END is the block's end."""
     if END == BLOCK_END:
-        return tl.load(rows + d[None, :]).to(dtype)
-    return tl.load(rows + d[None, :], mask=(d < END)[None, :], other=0.0).to(dtype)
+        values = tl.load(rows + d[None, :])
+    else:
+        values = tl.load(rows + d[None, :], mask=(d < END)[None, :], other=0.0)
+    return values.to(dtype)
 
 
 @triton.jit
@@ -103,8 +105,10 @@ def scaled(logits, scale, softcap, SOFTCAP: tl.constexpr):
     """Base-2 logits: scaled, soft-capped (tanh by exp2, which saturates without overflow), times log2 e."""
     if SOFTCAP:
         doubled = tl.exp2(logits * (2.0 * LOG2E * scale / softcap))
-        return (softcap * LOG2E) * (1.0 - 2.0 / (doubled + 1.0))
-    return logits * (scale * LOG2E)
+        logits = (softcap * LOG2E) * (1.0 - 2.0 / (doubled + 1.0))
+    else:
+        logits = logits * (scale * LOG2E)
+    return logits
 
 
 @triton.jit
@@ -128,37 +132,54 @@ def draft_rows(
     """Where draft tokens j have K and V: pointers [BLOCK_L, 1]."""
     if DRAFT == "dense":
         token = (q_first + j).to(tl.int64)
-        return draft_k + token[:, None] * stride_dkt + h * stride_dkh, draft_v + token[:, None] * stride_dvt + h * stride_dvh
-    if DRAFT == "slots":
-        slot = tl.load(draft_slots + q_first + j, mask=exists, other=0).to(tl.int64)
-        page = slot // PAGE_SIZE
-        row = slot % PAGE_SIZE
+        k_rows = draft_k + token[:, None] * stride_dkt + h * stride_dkh
+        v_rows = draft_v + token[:, None] * stride_dvt + h * stride_dvh
     else:
-        page = tl.load(table_row + (prefix + j) // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
-        row = (prefix + j) % PAGE_SIZE
-    k_rows = k + h * stride_kh + (page * stride_kp + row * stride_kt)[:, None]
-    v_rows = v + h * stride_vh + (page * stride_vp + row * stride_vt)[:, None]
+        if DRAFT == "slots":
+            slot = tl.load(draft_slots + q_first + j, mask=exists, other=0).to(tl.int64)
+            page = slot // PAGE_SIZE
+            row = slot % PAGE_SIZE
+        else:
+            page = tl.load(table_row + (prefix + j) // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
+            row = (prefix + j) % PAGE_SIZE
+        k_rows = k + h * stride_kh + (page * stride_kp + row * stride_kt)[:, None]
+        v_rows = v + h * stride_vh + (page * stride_vp + row * stride_vt)[:, None]
     return k_rows, v_rows
 
 
 @triton.jit
 def allowed(
-    mask, mask_indptr, mask_start, r, q_first, length, before, t, j, where,
-    stride_mask, MASK: tl.constexpr, MASK_INDPTR: tl.constexpr, MASK_STRIDE: tl.constexpr,
+    mask, mask_indptr, mask_start, r, q_first, length, before, t, j, j0, row_ok,
+    stride_mask, MASK: tl.constexpr, MASK_INDPTR: tl.constexpr, MASK_STRIDE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Which draft tokens j each row's token t sees by the mask: [M, BLOCK_L], meaningful where ``where`` holds."""
+    """Which draft tokens j each row's token t sees by the mask: bool [M, BLOCK_L]. ``j0`` is the first j; BITS at most 64.
+
+    Bytes become the bits of one word a row. A load of the byte matrix would have to move to the layout of the logits,
+    which on an H200 cost registers enough to slow the loop over the prefix by a fifth.
+    """
     if MASK == "none":
-        return j[None, :] <= t[:, None]
-    if MASK == "packed":
-        words = mask + (q_first + t).to(tl.int64)[:, None] * stride_mask + (j // 64)[None, :]
-        return ((tl.load(words, mask=where, other=0) >> (j % 64).to(tl.int64)[None, :]) & 1) != 0
-    if MASK_INDPTR:
-        mask_start = tl.load(mask_indptr + r).to(tl.int64)
-    if MASK == "full":
-        row_start = t.to(tl.int64) * (before + length) + before
-    elif MASK_INDPTR:
-        row_start = t.to(tl.int64) * length
+        sees = j[None, :] <= t[:, None]
     else:
-        mask_start = r.to(tl.int64) * MASK_STRIDE * MASK_STRIDE
-        row_start = t.to(tl.int64) * MASK_STRIDE
-    return tl.load(mask + mask_start + row_start[:, None] + j[None, :], mask=where, other=0) != 0
+        if MASK == "packed":
+            word = tl.load(mask + (q_first + t).to(tl.int64) * stride_mask + j0 // 64, mask=row_ok, other=0) >> (j0 % 64).to(tl.int64)
+        else:
+            if MASK_INDPTR:
+                block_start = tl.load(mask_indptr + r).to(tl.int64)
+            elif MASK == "full":
+                block_start = mask_start
+            else:
+                block_start = r.to(tl.int64) * MASK_STRIDE * MASK_STRIDE
+            if MASK == "full":
+                row_start = t.to(tl.int64) * (before + length) + before
+            elif MASK_INDPTR:
+                row_start = t.to(tl.int64) * length
+            else:
+                row_start = t.to(tl.int64) * MASK_STRIDE
+            word = t.to(tl.int64) * 0
+            for first in tl.range(0, tl.minimum(length - j0, BITS), 8, num_stages=1):
+                for bit in tl.static_range(8):
+                    column = j0 + first + bit
+                    entry = tl.load(mask + block_start + row_start + column, mask=row_ok & (column < length), other=0)
+                    word |= (entry != 0).to(tl.int64) << (first + bit)
+        sees = ((word[:, None] >> (j - j0).to(tl.int64)[None, :]) & 1) != 0
+    return sees

@@ -14,6 +14,7 @@ depend on a host value that a graph replay may change.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmap.core.implementations.triton_splitkv import device
 from flashmap.core.implementations.triton_splitkv.device import LN2, LOG2E
@@ -37,7 +38,7 @@ def split_kernel(
     PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr, DRAFT: tl.constexpr, MASK: tl.constexpr,
     MASK_INDPTR: tl.constexpr, MASK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
     KV_START: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, DEVICE_SCALES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h * ROW_BLOCKS + b, i): row block b of KV head h over the i-th split of the batch.
 
@@ -134,6 +135,8 @@ def split_kernel(
             values = device.columns(v_rows, dv, DV, BLOCK_DV, q.dtype.element_ty)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
 
+    if PDL:
+        gdc_launch_dependents()  # the merge may start, and works out the same schedule before it waits
     # The draft tokens, under the mask; only a request's last split has any.
     if DRAFT == "dense":
         acc = acc * v_scale
@@ -158,7 +161,7 @@ def split_kernel(
             draft_logits = tl.dot(q2, tl.trans(e2), draft_logits, input_precision=PRECISION)
         draft_logits = device.scaled(draft_logits, draft_scale, softcap, SOFTCAP)
         sees = row_ok[:, None] & exists[None, :]
-        sees = sees & device.allowed(mask, mask_indptr, mask_start, r, q_first, length, start + prefix, t, j, sees, stride_mask, MASK, MASK_INDPTR, MASK_STRIDE)
+        sees = sees & device.allowed(mask, mask_indptr, mask_start, r, q_first, length, start + prefix, t, j, j0, row_ok, stride_mask, MASK, MASK_INDPTR, MASK_STRIDE, BLOCK_L)
         if WINDOW:
             if POSITIONS:
                 at_j = tl.load(positions + q_first + j, mask=exists, other=0).to(tl.int32)
@@ -202,7 +205,7 @@ def merge_kernel(
     num_requests, table_keys, window, target, min_tiles, max_splits, stride_ot, stride_oh,
     HKV: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr, PAGED: tl.constexpr, DRAFT: tl.constexpr, WINDOW: tl.constexpr,
-    POSITIONS: tl.constexpr, KV_START: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    POSITIONS: tl.constexpr, KV_START: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h * ROWS + row, r): the partial results of one row, weighted by their share of the softmax mass, in split order."""
     h = tl.program_id(0) // ROWS
@@ -212,6 +215,8 @@ def merge_kernel(
         r, tl.arange(0, BLOCK_R), tl.arange(0, 8), cu_q, lens, kv_start, num_requests, table_keys, window, target, min_tiles, max_splits,
         BLOCK_R, BLOCK_N, PAGED, DRAFT, WINDOW, POSITIONS,
     )  # fmt: skip
+    if PDL:
+        gdc_wait()  # in every program: the merge may not end before the split kernel has
     if splits <= 1:
         return
     q_first, length, listed, prefix = device.lengths(cu_q, lens, r, table_keys, PAGED, DRAFT, r < num_requests)

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashmap.core.implementations.triton_splitkv import device
 from flashmap.core.implementations.triton_splitkv.device import LN2, LOG2E
@@ -37,7 +38,7 @@ def latent_kernel(
     PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr, LATENT: gl.constexpr, DRAFT: gl.constexpr, MASK: gl.constexpr,
     MASK_INDPTR: gl.constexpr, MASK_STRIDE: gl.constexpr, WINDOW: gl.constexpr, POSITIONS: gl.constexpr,
     KV_START: gl.constexpr, SINKS: gl.constexpr, SOFTCAP: gl.constexpr, LSE: gl.constexpr, DEVICE_SCALES: gl.constexpr,
-    PRECISION: gl.constexpr,
+    PRECISION: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Program (b, i): row block b over the i-th split of the batch, as in ``kernels.split_kernel``."""
     WARPS_N: gl.constexpr = gl.num_warps() // 4
@@ -130,6 +131,8 @@ def latent_kernel(
         acc = warpgroup_mma_wait(0, deps=[acc])
     l_row = gl.sum(l_i, 1)
 
+    if PDL:
+        gdc_launch_dependents()
     # The draft tokens, under the mask; only a request's last split has any. Rows of a tile that do not exist are zeros.
     t_logits = (row_block * M + gl.arange(0, M, gl.SliceLayout(1, LOGITS))) // G
     draft_scale = scale * k_scale
@@ -162,7 +165,7 @@ def latent_kernel(
         x = device.scaled(logits, draft_scale, softcap, SOFTCAP)
         j = j0 + n_logits
         sees = (t_logits < length)[:, None] & (j < limit)[None, :]
-        sees = sees & device.allowed(mask, mask_indptr, mask_start, r, q_first, length, start + prefix, t_logits, j, sees, stride_mask, MASK, MASK_INDPTR, MASK_STRIDE)
+        sees = sees & device.allowed(mask, mask_indptr, mask_start, r, q_first, length, start + prefix, t_logits, j, j0, t_logits < length, stride_mask, MASK, MASK_INDPTR, MASK_STRIDE, BLOCK_L)
         x = gl.where(sees, x, float("-inf"))
         m_new = gl.maximum(m_i, gl.max(x, 1))
         base = gl.where(m_new == float("-inf"), 0.0, m_new)

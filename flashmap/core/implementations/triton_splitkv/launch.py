@@ -107,6 +107,7 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
         KV_START=request.kv_start,
         SINKS=request.sinks,
         LSE=request.return_lse,
+        PDL=config.pdl,
     )
     constants = dict(
         shared,
@@ -136,7 +137,7 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
         grid=(request.kv_heads * config.row_blocks, launched),
         constants=constants,
         merge_grid=(request.kv_heads * rows, request.num_requests),
-        merge_constants=dict(shared, BLOCK_S=config.block_s, num_warps=config.merge_warps),
+        merge_constants=dict(shared, BLOCK_S=config.block_s, num_warps=config.merge_warps, **({"launch_pdl": True} if config.pdl else {})),
     )
 
 
