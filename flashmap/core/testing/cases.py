@@ -243,7 +243,7 @@ class _Builder:
         if layout is None:
             return None
         if layout == "packed":
-            words = -(-most // 64) + 1
+            words = -(-most // 64) + (1 if case.slack else 0)
             bits = self.random(0, 2, self.tokens, words * 64).bool()
             for first, sees in zip(self.starts, trees, strict=False):
                 bits[first : first + sees.shape[0], : sees.shape[0]] = sees
@@ -318,6 +318,7 @@ _VARIATIONS: dict[str, dict[str, Any]] = {
     "qlen slots": {"mask": "qlen", "layout": "slots", "mask_bytes": "bool", "int64": True, **_TREE_LENS},
     "qlen indptr": {"mask": "qlen", "mask_indptr": True, "mask_bytes": "int8", **_TREE_LENS},
     "packed": {"mask": "packed", **_TREE_LENS},
+    "packed wide": {"mask": "packed", "slack": 1, **_TREE_LENS},
     "packed 65": {"mask": "packed", "query_lens": (65, 2), "prefix_lens": (18, 33)},
     "qlen 64": {"mask": "qlen", "query_lens": (64,), "prefix_lens": (40,)},
     "ragged padded": {"query_lens": (2, 0, 1, 0, 7), "prefix_lens": (1, 0, 0, 4, 33), "padded": 3, "page_size": 4},

@@ -161,7 +161,7 @@ def allowed(
         sees = j[None, :] <= t[:, None]
     else:
         if MASK == "packed":
-            word = tl.load(mask + (q_first + t).to(tl.int64) * stride_mask + j0 // 64, mask=row_ok, other=0) >> (j0 % 64).to(tl.int64)
+            word = tl.load(mask + (q_first + t).to(tl.int64) * stride_mask + j0 // 64, mask=row_ok, other=0) >> (j0 % 64)
         else:
             if MASK_INDPTR:
                 block_start = tl.load(mask_indptr + r).to(tl.int64)
