@@ -205,7 +205,7 @@ def _fit(config: Config, request: VerifyRequest, device: DeviceInfo, forced: dic
 def shared_memory(config: Config, request: VerifyRequest) -> int:
     """Bytes that the split kernel takes: Q, P, and K and V tiles of the pipeline or of the draft tokens.
 
-    As Triton 3.6 allocates for sm_90 (tests/core compile and compare): the page ids are one more level of loads, so that
+    As Triton 3.6 allocates for sm_90 (tests/core/test_compile.py compares): the page ids are one more level of loads, so that
     two stages buy one tile ahead; 64 rows and more use the warpgroup product, which reads P from registers, holds one more
     tile, and needs fp8 tiles converted in a buffer of their own.
     """
@@ -219,8 +219,8 @@ def shared_memory(config: Config, request: VerifyRequest) -> int:
     if warpgroup and kv_size == size:
         ahead += 1
     tiles = ahead * config.block_n * columns * kv_size
-    if warpgroup and kv_size != size:
-        tiles += config.block_n * columns * size
+    if kv_size != size:
+        tiles += config.block_n * columns * size if warpgroup else config.block_l * config.dv * size
     return query + weights + max(tiles, config.block_l * columns * size) + 1024
 
 

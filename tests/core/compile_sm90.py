@@ -1,0 +1,99 @@
+"""Compile the kernels of triton_splitkv for sm_90 on a machine without a GPU; one JSON line a request.
+
+Run by test_compile.py in a process of its own, as the other tests have Triton interpret instead. Triton's driver is
+replaced by one that names the target; launches become ``warmup`` calls, which compile and stop.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from flashmap.core import DeviceInfo, VerifyRequest
+from flashmap.core.implementations.triton_splitkv import config, kernels, launch
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+H200 = DeviceInfo.known("sm90")
+GQA = VerifyRequest(32, 8, 128, 128, num_requests=8, max_query_len=4, page_size=64)
+MLA = VerifyRequest(16, 1, 576, 512, num_requests=8, max_query_len=4, page_size=64, latent=True)
+EVERYTHING = dict(mask="packed", window=64, positions=True, kv_start=True, sinks=True, softcap=True, return_lse=True)
+REQUESTS = {
+    "gqa": GQA,
+    "gqa 68 rows tree": replace(GQA, max_query_len=17, mask="qlen"),
+    "gqa d256": replace(GQA, head_dim=256, v_head_dim=256, max_query_len=9, **EVERYTHING),
+    "gqa fp8": replace(GQA, kv_dtype="fp8_e4m3", draft="dense", scales="device"),
+    "mla": MLA,
+    "mla tree": replace(MLA, max_query_len=17, mask="full", draft="dense"),
+    "mla fp8": replace(MLA, kv_dtype="fp8_e5m2", scales="host"),
+}
+
+
+class _Compiled:
+    """Stands for a jitted kernel: ``kernel[grid](...)`` compiles and keeps the result."""
+
+    def __init__(self, kernel):
+        self.kernel, self.binary = kernel, None
+
+    def __getitem__(self, grid):
+        def compile_only(*args, **kwargs):
+            self.binary = self.kernel.warmup(*args, grid=grid, **kwargs)
+
+        return compile_only
+
+
+def compile_request(request: VerifyRequest) -> dict:
+    cpu = torch.device("cpu")
+    call = launch._empty_call(request, cpu)
+    plan = launch._plan(replace(call.request, max_kv_len=None), H200)
+    split, merge = _Compiled(launch._split_kernel(plan.config.kernel)), _Compiled(kernels.merge_kernel)
+    originals = launch._split_kernel, kernels.merge_kernel
+    launch._split_kernel, kernels.merge_kernel = (lambda name: split), merge
+    try:
+        launch._launch(call, plan, torch.empty(16), 0)
+    finally:
+        launch._split_kernel, kernels.merge_kernel = originals
+    return {
+        "config": asdict(plan.config),
+        "shared": split.binary.metadata.shared,
+        "estimate": config.shared_memory(plan.config, request),
+        "merge_shared": merge.binary.metadata.shared,
+        **assemble(split.binary.asm["ptx"]),
+    }
+
+
+def assemble(ptx: str) -> dict:
+    """What ptxas says: registers, bytes of spills, and whether it serialised the warpgroup products (C7510 to C7519)."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [PTXAS, "-v", "--gpu-name", "sm_90a", source, "-o", Path(folder, "kernel.cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", said).group(1)),
+        "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
+        "serialised": re.findall(r"C75\d\d", said),
+    }
+
+
+if __name__ == "__main__":
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=0: 0,
+            get_device_interface=lambda: torch.cuda,
+            get_active_torch_device=lambda: torch.device("cpu"),
+            is_active=lambda: True,
+            utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": H200.shared_memory}),
+        )
+    )
+    for name, request in REQUESTS.items():
+        print(json.dumps({"name": name, **compile_request(request)}), flush=True)
