@@ -1,0 +1,231 @@
+"""On a GPU, with compiled kernels: the grid in every dtype, graphs, bits, order, streams. Skipped where there is none.
+
+python -m pytest tests/gpu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flashmap.core import Declined, DeviceInfo, Limits, PagedKV, VerifyRequest, prepare, registry, stats, verify_attention
+from flashmap.core.testing import (
+    Case,
+    assert_conforms,
+    build,
+    cases,
+    check_case,
+    check_order,
+    check_repeat,
+    check_replay,
+    check_streams,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+KERNEL = "triton_splitkv"
+SMALL = list(cases("cuda", size="small"))
+FULL = list(cases("cuda", size="full"))
+SHAPES: dict[str, dict[str, Any]] = {
+    "gqa": {"heads": 32, "kv_heads": 8, "head_dim": 128},
+    "mqa": {"heads": 8, "kv_heads": 1, "head_dim": 128},
+    "mla": {"heads": 16, "kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "latent": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_fp32() -> Iterator[None]:
+    """The reference's own products must not be rounded to TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def conforms(name: str, case: Case) -> None:
+    """Declined is a skip that says why: hardware may forbid what the grid asks."""
+    try:
+        assert_conforms(name, case, "cuda")
+    except Declined as declined:
+        pytest.skip(str(declined))
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_grid(case: Case) -> None:
+    conforms(KERNEL, case)
+
+
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_full_grid(case: Case) -> None:
+    conforms(KERNEL, case)
+
+
+@pytest.mark.parametrize("case", [case for case in SMALL if case.dtype == "bf16"], ids=str)
+def test_torch_dense_runs_on_a_gpu(case: Case) -> None:
+    conforms("torch_dense", case)
+
+
+def test_the_grid_is_served() -> None:
+    """Nothing of the grid in fp16 and bf16 is declined from compute capability 9.0 on."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    device = DeviceInfo.of(torch.device("cuda"))
+    for case in (*SMALL, *FULL):
+        if case.dtype != "fp32":
+            reasons = registry.get(KERNEL).why_not(VerifyRequest.of(**build(case, "cuda")), device)
+            assert reasons == (), f"{case}: {reasons}"
+
+
+# -- graphs ---------------------------------------------------------------------------------------------------------------
+
+_BATCH: dict[str, Any] = {"query_lens": (5, 8, 1, 8), "prefix_lens": (700, 0, 3000, 65), "dtype": "bf16"}
+REPLAYED: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "slots": {"layout": "slots"},
+    "full": {"mask": "full", "draft": "dense", "layout": "slots"},
+    "full indptr": {"mask": "full", "mask_indptr": True, "draft": "dense", "layout": "slots"},
+    "qlen": {"mask": "qlen", "page_size": 64},
+    "packed slots": {"mask": "packed", "draft": "slots", "int64": True},
+    "window tree": {"mask": "packed", "window": 300, "positions": True, "kv_start": True},
+    "sinks lse": {"sinks": True, "lse": True, "softcap": 8.0},
+    "fp8": {"kv_dtype": "fp8_e4m3", "scales": "device", "page_size": 64},
+    "strided": {"strided": True, "page_size": 64},
+    "padded": {"padded": 4},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_graph_replays_on_other_contents(shape: str, name: str) -> None:
+    case = Case(f"{shape} {name}", **SHAPES[shape], **{**_BATCH, **REPLAYED[name]})
+    result = check_replay(KERNEL, case)
+    assert result.outcome == "ok", result
+
+
+def test_a_graph_captured_short_replays_long() -> None:
+    """Engines capture with lengths of 1: the tables are as wide as ever."""
+    long = Case("long", **SHAPES["gqa"], **_BATCH)
+    arguments = build(long, "cuda")
+    kv = arguments["kv"]
+    lens = kv.kv_lens.clone()
+    prepare(VerifyRequest.of(**arguments), Limits(4, 8, kv.max_kv_len))
+    kv.kv_lens.fill_(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verify_attention(**arguments, impl=KERNEL)
+    kv.kv_lens.copy_(lens)
+    graph.replay()
+    torch.cuda.synchronize()
+    eager = verify_attention(**{**arguments, "out": torch.empty_like(arguments["out"])}, impl=KERNEL)
+    rows = sum(long.query_lens)
+    assert torch.equal(arguments["out"][:rows], eager[:rows])
+
+
+def test_graphs_outlive_the_growth_of_scratch() -> None:
+    """A larger call retires the buffer that an earlier graph points at; the graph stays right."""
+    small = Case("small", **SHAPES["gqa"], dtype="bf16", query_lens=(4,), prefix_lens=(2000,))
+    arguments = build(small, "cuda")
+    request = VerifyRequest.of(**arguments)
+    prepare(request, Limits(1, 4, arguments["kv"].max_kv_len))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verify_attention(**arguments, impl=KERNEL)
+    graph.replay()
+    wanted = arguments["out"].clone()
+    for rows in (16, 64):
+        large = replace(small, heads=64, query_lens=(rows,) * 16, prefix_lens=(2000,) * 16)
+        verify_attention(**build(large, "cuda"), impl=KERNEL)
+    junk = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(8)]
+    arguments["out"].zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(arguments["out"], wanted)
+    del junk
+
+
+def test_a_capture_without_scratch_is_declined() -> None:
+    case = Case("cold", **SHAPES["gqa"], dtype="bf16", query_lens=(61,) * 3, prefix_lens=(9000,) * 3)
+    arguments = build(case, "cuda")
+    from flashmap.core.implementations.triton_splitkv import scratch
+
+    kept = dict(scratch._scratch)
+    scratch._scratch.clear()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
+            verify_attention(**arguments, impl=KERNEL)
+        assert [reason.code for reason in declined.value.reasons] == ["scratch"]
+    finally:
+        scratch._scratch.update(kept)
+
+
+def test_what_reads_the_host_declines_under_capture() -> None:
+    arguments = build(Case("host"), "cuda")
+    for name in ("reference", "torch_dense"):
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
+            torch.zeros(1, device="cuda")  # torch warns of an empty graph
+            verify_attention(**arguments, impl=name)
+        assert [reason.code for reason in declined.value.reasons] == ["capturing"]
+
+
+def test_once_warm_it_neither_allocates_nor_synchronises() -> None:
+    arguments = build(Case("warm", **SHAPES["gqa"], **_BATCH, mask="packed"), "cuda")
+    for _ in range(2):
+        verify_attention(**arguments, impl=KERNEL)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        verify_attention(**arguments, impl=KERNEL)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+# -- bits, order, streams -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", [None, "packed"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_repeated_reordered_and_on_two_streams(shape: str, mask: str | None, dtype: str) -> None:
+    case = Case(f"{shape} {mask}", **SHAPES[shape], **{**_BATCH, "dtype": dtype}, mask=mask, lse=True)
+    for check in (check_repeat, check_order, check_streams):
+        result = check(KERNEL, case, "cuda")
+        assert result.outcome == "ok", f"{check.__name__}: {result}"
+
+
+def test_one_long_request_among_many() -> None:
+    case = Case("long one", **SHAPES["gqa"], dtype="bf16", query_lens=(4,) * 32, prefix_lens=(*(1,) * 31, 20000), page_size=64)
+    result = check_case(KERNEL, case, "cuda")
+    assert result.outcome == "ok", result
+
+
+def test_a_pool_of_more_than_two_to_the_31_elements() -> None:
+    """The same pages at the start of a small pool and at the end of a large one, K and V in the halves of one buffer."""
+    case = Case("far", **SHAPES["gqa"], dtype="bf16", kv_dtype="fp8_e5m2", page_size=64, query_lens=(4,), prefix_lens=(200,))
+    arguments = build(case, "cuda")
+    kv = arguments["kv"]
+    pages = 2**31 // kv.k[0].numel() + 8
+    if torch.cuda.mem_get_info()[0] < 3 * pages * kv.k[0].numel():
+        pytest.skip("needs 7 GB of free memory")
+    pool = torch.empty(pages, 2, *kv.k.shape[1:], dtype=torch.uint8, device="cuda")
+    first = pages - kv.k.shape[0]
+    pool[first:, 0], pool[first:, 1] = kv.k.view(torch.uint8), kv.v.view(torch.uint8)
+    pool = pool.view(kv.k.dtype)
+    table = torch.where((kv.block_table >= 0) & (kv.block_table < pages), kv.block_table + first, -1).int()
+    far = PagedKV(pool[:, 0], pool[:, 1], table, kv.kv_lens)
+    outs = [verify_attention(**{**arguments, "kv": x, "out": torch.empty_like(arguments["out"])}, impl=KERNEL) for x in (kv, far)]
+    assert torch.equal(outs[0][:4], outs[1][:4])
+
+
+def test_the_automatic_choice_runs_the_kernel() -> None:
+    verify_attention(**build(Case("automatic", **SHAPES["gqa"], dtype="bf16"), "cuda"))
+    assert stats.snapshot() == {(KERNEL, "run", ""): 1}
