@@ -137,7 +137,7 @@ def test_graphs_outlive_the_growth_of_scratch() -> None:
     with torch.cuda.graph(graph):
         verify_attention(**arguments, impl=KERNEL)
     graph.replay()
-    wanted = arguments["out"].clone()
+    wanted = arguments["out"][:4].clone()
     for rows in (16, 64):
         large = replace(small, heads=64, query_lens=(rows,) * 16, prefix_lens=(2000,) * 16)
         verify_attention(**build(large, "cuda"), impl=KERNEL)
@@ -145,7 +145,7 @@ def test_graphs_outlive_the_growth_of_scratch() -> None:
     arguments["out"].zero_()
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(arguments["out"], wanted)
+    assert torch.equal(arguments["out"][:4], wanted)
     del junk
 
 
