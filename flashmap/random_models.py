@@ -47,17 +47,20 @@ class _Draw:
     def __init__(self, seed: int) -> None:
         import torch
 
-        self._torch = torch
+        self._torch: Any = torch
         self._generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        return self._torch.randn(*shape, generator=self._generator)
+        drawn: torch.Tensor = self._torch.randn(*shape, generator=self._generator)
+        return drawn
 
     def linear(self, out_features: int, in_features: int, gain: float = 1.0) -> torch.Tensor:
-        return self.normal(out_features, in_features) * (gain * in_features**-0.5)
+        drawn: torch.Tensor = self.normal(out_features, in_features) * (gain * in_features**-0.5)
+        return drawn
 
     def constant(self, size: int, value: float = 1.0) -> torch.Tensor:
-        return self._torch.full((size,), value)
+        made: torch.Tensor = self._torch.full((size,), value)
+        return made
 
 
 # A query gain above 1 makes attention choose, instead of averaging over all keys; the output projection makes up for

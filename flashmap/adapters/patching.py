@@ -47,7 +47,9 @@ def probe(contracts: Iterable[Contract]) -> tuple[str, ...]:
 
 def broken(part: str, missing: tuple[str, ...]) -> Reason:
     """The Reason for a part that is left alone because its contract does not hold."""
-    return Reason("contract", f"{part}: {'; '.join(missing)}", "use a version of the engine that FlashMap was tested with, or update FlashMap")
+    return Reason(
+        "contract", f"{part}: {'; '.join(missing)}", "use a version of the engine that FlashMap was tested with, or update FlashMap"
+    )
 
 
 def _takes(function: object, name: str) -> bool:

@@ -114,7 +114,7 @@ def main() -> int:
         if child:
             failed += os.waitpid(child, 0)[1] != 0
             continue
-        log = os.open(out / f"{run['name']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open(out / f"{run['name']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         try:

@@ -36,7 +36,9 @@ def batch(dtype, *, heads=8, kv_heads=2, dim=64, requests=RAGGED, causal=True, s
         return torch.randn(*shape, generator=draw).to(dtype)
 
     arguments = {"alibi_slopes": None, "sliding_window": None, "logits_soft_cap": None, "kv_cache_dtype": "auto", **impl}
-    made = [cls(heads, dim, 1.5 * dim**-0.5, kv_heads, **arguments) for cls in (engine.CPUAttentionBackendImpl, ours.FlashMapCPUAttentionImpl)]
+    made = [
+        cls(heads, dim, 1.5 * dim**-0.5, kv_heads, **arguments) for cls in (engine.CPUAttentionBackendImpl, ours.FlashMapCPUAttentionImpl)
+    ]
     layer = SimpleNamespace(isa=engine._get_attn_isa(dtype, BLOCK, dim), layer_name="layer", _k_scale_float=1.0, _v_scale_float=1.0)
 
     lens = [n for _, n in requests]

@@ -114,7 +114,9 @@ def test_largest_difference_in_bf16(results, name, record_property):
     assert found.largest <= 1e-2, {layer: d.largest for layer, d in found.layers.items()}
 
 
-@pytest.mark.parametrize("name", [*ROUTED, *APART, "llama-ngram-by-hand", "llama-ngram-off", "deepseek-mtp2-off", "deepseek-mtp2-automatic"])
+@pytest.mark.parametrize(
+    "name", [*ROUTED, *APART, "llama-ngram-by-hand", "llama-ngram-off", "deepseek-mtp2-off", "deepseek-mtp2-automatic"]
+)
 def test_tokens_are_those_without_speculation(results, name):
     assert tokens(results, name) == tokens(results, name.split("-")[0] + "-plain")
 
@@ -155,9 +157,10 @@ def test_disabled_hooks_nothing(results):
         assert (report(results, name).counts if results[name]["phases"]["main"]["report"] else {}) == {}
 
 
-def test_the_entry_point_installs_and_says_so_once_in_each_process(results):
-    assert len(results["llama-ngram"]["hooked"]) == 2
-    active = [line for line in results["llama-ngram"]["log"].splitlines() if "flashmap is active in vLLM" in line]
+@pytest.mark.parametrize("name", ["llama-ngram", "llama-ngram-apart"])
+def test_the_entry_point_installs_and_says_so_once_in_each_process(results, name):
+    assert len(results[name]["hooked"]) == 2
+    active = [line for line in results[name]["log"].splitlines() if "flashmap is active in vLLM" in line]
     processes = {line.split("(process ")[1].split(")")[0] for line in active}
     assert active and len(active) == len(processes)
 

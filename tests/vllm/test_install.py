@@ -54,10 +54,9 @@ def test_installing_again_changes_nothing():
 
 
 def test_what_vllm_selects_follows():
+    import torch
     from vllm.platforms import current_platform
     from vllm.v1.attention.selector import AttentionSelectorConfig
-
-    import torch
 
     wanted = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype=None, block_size=None)
 
@@ -90,7 +89,7 @@ def test_one_backend_alone_and_the_processes_that_vllm_starts_hook_the_same(monk
 def test_names_that_do_not_exist():
     with pytest.raises(ValueError, match=r"'tgi'.*'vllm'"):
         install("tgi")
-    with pytest.raises(ValueError, match="'TPU_ATTN'.*CPU_ATTN, CPU_MLA"):
+    with pytest.raises(ValueError, match=r"'TPU_ATTN'.*CPU_ATTN, CPU_MLA"):
         install("vllm", backends=["TPU_ATTN"])
 
 
@@ -156,3 +155,22 @@ def test_installing_counts_nothing():
     stats.reset()
     install("vllm")
     assert stats.snapshot() == {}
+
+
+def test_our_lines_wait_for_vllms_handlers(monkeypatch):
+    """vLLM sets its logger up after it loads plugins."""
+    ours, vllms = logging.getLogger("flashmap"), logging.getLogger("vllm")
+    shown: list[str] = []
+
+    class Shown(logging.Handler):
+        def emit(self, record):
+            shown.append(record.getMessage())
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(ours, "handlers", [])
+    monkeypatch.setattr(ours, "propagate", False)
+    monkeypatch.setattr(vllms, "handlers", [])
+    install("vllm")
+    vllms.handlers.append(Shown())
+    logging.getLogger("flashmap.core").info("second")
+    assert len(shown) == 2 and shown[0].startswith("flashmap is active in vLLM") and shown[1] == "second"

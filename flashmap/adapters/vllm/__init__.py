@@ -129,7 +129,9 @@ def _hook(name: str) -> Hook | Reason:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        return Reason("platform", f"{name}: vLLM runs on {current_platform.device_type}, and this version of FlashMap serves its CPU backends alone")
+        return Reason(
+            "platform", f"{name}: vLLM runs on {current_platform.device_type}, and this version of FlashMap serves its CPU backends alone"
+        )
     missing = probe((*_COMMON, *CONTRACTS[name]))
     if missing:
         return broken(name, missing)
@@ -139,10 +141,18 @@ def _hook(name: str) -> Hook | Reason:
     before = member.get_path() if member.is_overridden() else None
     path = BACKENDS[name]
     if before is not None and before != path:
-        return Reason("overridden", f"{name} is overridden by {before}, which stays", "remove the other plugin, or choose with VLLM_PLUGINS")
+        return Reason(
+            "overridden", f"{name} is overridden by {before}, which stays", "remove the other plugin, or choose with VLLM_PLUGINS"
+        )
     register_backend(member, path)
     _forget_selection()
-    return Hook(_target(name), path, "flashmap", "verify batches of speculative decoding go to FlashMap's op", functools.partial(_restore, member, before))
+    return Hook(
+        _target(name),
+        path,
+        "flashmap",
+        "verify batches of speculative decoding go to FlashMap's op",
+        functools.partial(_restore, member, before),
+    )
 
 
 def _restore(member: Any, before: str | None) -> None:
@@ -204,10 +214,34 @@ def _share_handlers() -> None:
     ours = logging.getLogger("flashmap")
     if ours.handlers or logging.getLogger().handlers:
         return
-    for handler in logging.getLogger("vllm").handlers:
-        ours.addHandler(handler)
+    ours.addHandler(_AsVllm())
     if ours.level == logging.NOTSET:
         ours.setLevel(logging.INFO)
+
+
+class _AsVllm(logging.Handler):
+    """Passes records to the handlers of vLLM's logger. vLLM may set them up after it loads plugins: until then INFO waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        handlers = logging.getLogger("vllm").handlers
+        if handlers:
+            for one in (*map(_made_anew, self._waiting), record):
+                for handler in handlers:
+                    handler.handle(one)
+            self._waiting.clear()
+        elif record.levelno >= logging.WARNING and logging.lastResort is not None:
+            logging.lastResort.handle(record)
+        elif len(self._waiting) < 20:
+            self._waiting.append(record)
+
+
+def _made_anew(r: logging.LogRecord) -> logging.LogRecord:
+    """The same record from today's factory: vLLM's adds what its format shows."""
+    return logging.getLogRecordFactory()(r.name, r.levelno, r.pathname, r.lineno, r.msg, r.args, r.exc_info, r.funcName)
 
 
 def _forget() -> None:

@@ -38,7 +38,9 @@ class FlashMapCPUMLAImpl(CPUMLAImpl):
         if self.flashmap_missing:
             logger.warning("flashmap leaves CPU_MLA to vLLM: its implementation has no %s", ", ".join(self.flashmap_missing))
 
-    def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cache, decode = kv_c_and_k_pe_cache, attn_metadata.decode
         dtype = q[0].dtype if isinstance(q, tuple) else q.dtype
         bound = min(attn_metadata.max_query_len, self.flashmap_bound)
@@ -92,14 +94,18 @@ class FlashMapCPUMLAImpl(CPUMLAImpl):
         code = translate.length_reason(prefill.max_query_len)
         if code is not None or prefill.chunked_context is None or self.flashmap_missing:
             return code or ("contract" if self.flashmap_missing else "prefill")
-        decision = self.flashmap_route(prefill.output_dtype, prefill.block_table.shape[0], prefill.max_query_len, 1, prefill.block_table.shape[1])
+        decision = self.flashmap_route(
+            prefill.output_dtype, prefill.block_table.shape[0], prefill.max_query_len, 1, prefill.block_table.shape[1]
+        )
         return "prefill" if decision.winner else decision.reasons[0].code
 
 
 class FlashMapCPUMLABuilder(CPUMLABackend.get_builder_cls()):  # type: ignore[misc]
     """Takes verify batches for decode, of any lengths, where dispatch says that they are ours."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any
+    ) -> None:
         layers = vllm_config.compilation_config.static_forward_context
         impls = [impl for name in layer_names if isinstance(impl := getattr(layers.get(name), "impl", None), FlashMapCPUMLAImpl)]
         speculative = vllm_config.speculative_config

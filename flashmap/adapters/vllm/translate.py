@@ -5,7 +5,7 @@ counters, or None); ``dense_request`` and ``latent_request`` give dispatch the s
 ``latent_kv`` the cache as a PagedKV. ``PageLayout`` is for CPU_ATTN, whose pages hold K and V in an order of their own.
 
 Codes: metadata (profiling, no request), decode (one token a request), prefill (more than ``MAX_QUERY_LEN``), attn_type,
-alibi, non_causal, output_scale (fused quantisation), query_dtype, kv_dtype, dcp (KV spread over ranks), batch_invariant,
+alibi, non_causal, output_scale (fused quantisation), query_dtype, kv_dtype, dcp (KV spread over ranks),
 contract (an attribute that we rely on is gone), kv_layout.
 """
 
@@ -45,6 +45,8 @@ def dense_reason(impl: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadat
         return "non_causal"
     if impl.alibi_slopes is not None:
         return "alibi"
+    if getattr(impl, "dcp_world_size", 1) > 1:
+        return "dcp"
     if output_scale is not None:
         return "output_scale"
     if query.dtype not in _NAMES:
@@ -116,10 +118,9 @@ class _Place:
     def of(cls, index: torch.Tensor) -> _Place:
         start = int(index[0, 0, 0])
         steps = [int(index.select(d, min(1, index.shape[d] - 1)).flatten()[0]) - start for d in range(3)]
-        plain = start + sum(
-            step * torch.arange(size).view([-1 if e == d else 1 for e in range(3)])
-            for d, (step, size) in enumerate(zip(steps, index.shape, strict=True))
-        )
+        plain = torch.full_like(index, start)
+        for d, (step, size) in enumerate(zip(steps, index.shape, strict=True)):
+            plain += step * torch.arange(size).view([-1 if e == d else 1 for e in range(3)])
         return cls(index, start, (steps[0], steps[1], steps[2]) if torch.equal(plain, index) else None)
 
     def take(self, pages: torch.Tensor) -> torch.Tensor:
@@ -144,7 +145,9 @@ class PageLayout:
     v: _Place
 
     @classmethod
-    def measure(cls, page: torch.Tensor, write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]) -> PageLayout | None:
+    def measure(
+        cls, page: torch.Tensor, write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    ) -> PageLayout | None:
         """The layout of pages like ``page`` [1, Hkv, page_size, 2 * D], which ``write(key, value, pages, slots)`` fills.
 
         None when what is written cannot be found again, element by element.
@@ -196,7 +199,9 @@ def latent_reason(impl: Any, dtype: torch.dtype, cache: torch.Tensor, metadata: 
     return "kv_dtype" if cache.dtype != dtype else None
 
 
-def latent_request(impl: Any, dtype: torch.dtype, *, num_requests: int, max_query_len: int, page_size: int, max_kv_len: int) -> VerifyRequest:
+def latent_request(
+    impl: Any, dtype: torch.dtype, *, num_requests: int, max_query_len: int, page_size: int, max_kv_len: int
+) -> VerifyRequest:
     """The static facts of a call of ``forward_mqa``: one latent KV head, whose first ``kv_lora_rank`` columns are V."""
     return VerifyRequest(
         heads=impl.num_heads,
