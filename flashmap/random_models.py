@@ -68,6 +68,7 @@ class _Draw:
 _QUERY, _VALUE, _OUTPUT, _DOWN, _HEAD = 2.0, 0.25, 8.0, 1.5, 2.0
 # All layers but the last of a target with a one-layer drafter add this much less: what the drafter does not see is small.
 _EARLY = 0.15
+_EARLY_OF_MANY = 0.05  # of seven layers
 
 
 def _llama_config(layers: int) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def _eagle(seed: int) -> tuple[dict[str, Any], Weights]:
     """An EAGLE drafter of the eight-layer target: the token's embedding and some of the target's hidden state, through its last layer."""
     import torch
 
-    config, target = _llama(seed, 8, _EARLY)
+    config, target = _llama(seed, 8, _EARLY_OF_MANY)
     last = "model.layers.7."
     weights = {"layers.0." + key.removeprefix(last): w for key, w in target.items() if key.startswith(last)}
     weights.pop("layers.0.input_layernorm.weight")  # the drafter's first layer has none
@@ -245,7 +246,7 @@ def _swiglu(draw: _Draw, prefix: str, inner: int, strength: float) -> Weights:
 MODELS: dict[str, Callable[[int], tuple[dict[str, Any], Weights]]] = {
     "llama": lambda seed: _llama(seed, 2),
     "llama_draft": _llama_draft,
-    "llama8": lambda seed: _llama(seed, 8, _EARLY),
+    "llama8": lambda seed: _llama(seed, 8, _EARLY_OF_MANY),
     "llama8_eagle": _eagle,
     "deepseek_v3": _deepseek_v3,
 }

@@ -138,6 +138,7 @@ def _decide(request: VerifyRequest, device: DeviceInfo, policy: Policy) -> Decis
     """``choose``, logged once for each request: a new decision at INFO, the loss of the fast path at WARNING."""
     decision = choose(request, device, policy)
     lost = device.type == "cuda" and policy.impl is None and decision.winner == FALLBACK
+    lost = lost or (policy.impl is not None and policy.engine_kernel is not None and decision.winner is None)  # named, and not used
     level = logging.WARNING if lost else logging.INFO
     if logger.isEnabledFor(level):
         kind = request_class(request)

@@ -1,0 +1,48 @@
+"""What an adapter asks of dispatch."""
+
+import logging
+
+import pytest
+
+from flashmap.core import Declined, DeviceInfo, VerifyRequest, dispatch
+
+CPU = DeviceInfo("cpu", "cpu")
+KERNEL = "vllm.CPU_ATTN"
+
+
+def request(**changes):
+    return VerifyRequest(heads=8, kv_heads=2, head_dim=64, v_head_dim=64, max_query_len=4, **changes)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("FLASHMAP_IMPL", "FLASHMAP_STRICT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(dispatch, "_announced", set())
+    dispatch._decide.cache_clear()
+
+
+def test_a_cpu_leaves_the_call_to_the_engine():
+    decision = dispatch.route(request(), CPU, KERNEL)
+    assert decision.winner is None and [r.code for r in decision.reasons] == ["engine_faster"]
+
+
+def test_a_name_forces_it(monkeypatch):
+    monkeypatch.setenv("FLASHMAP_IMPL", "torch_dense")
+    assert dispatch.route(request(), CPU, KERNEL).winner == "torch_dense"
+
+
+def test_a_name_that_cannot_serve_leaves_the_call_with_one_warning(monkeypatch, caplog):
+    monkeypatch.setenv("FLASHMAP_IMPL", "triton_splitkv")
+    with caplog.at_level(logging.INFO, logger="flashmap"):
+        for count in (1, 2):
+            decision = dispatch.route(request(num_requests=count), CPU, KERNEL)
+    assert decision.winner is None and "device" in [r.code for r in decision.reasons]
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and KERNEL in caplog.text
+
+
+def test_and_raises_under_strict(monkeypatch):
+    monkeypatch.setenv("FLASHMAP_IMPL", "triton_splitkv")
+    monkeypatch.setenv("FLASHMAP_STRICT", "1")
+    with pytest.raises(Declined, match="triton_splitkv"):
+        dispatch.route(request(), CPU, KERNEL)
