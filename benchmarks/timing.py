@@ -90,12 +90,7 @@ def host_us(call: Callable[[], object], calls: int = 400, batch: int = 50) -> fl
 
 def bare_launch_us() -> float:
     """Host time of launching a Triton kernel that does nothing, as its plain `kernel[grid](...)`."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def nothing(pointer, BLOCK: tl.constexpr):
-        pass
+    from benchmarks.empty_kernel import empty_kernel
 
     tensor = torch.empty(1, device="cuda")
-    return host_us(lambda: nothing[(1,)](tensor, BLOCK=16))
+    return host_us(lambda: empty_kernel[(1,)](tensor, BLOCK=16))

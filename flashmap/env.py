@@ -81,9 +81,13 @@ VARIABLES: dict[str, Variable] = {
         Variable("FLASHMAP_IMPL", _name, "the name of a registered implementation", None, "use this implementation where none is named"),
         Variable("FLASHMAP_STRICT", _flag, _FLAG, False, "1: losing the fast path is an error, not a warning"),
         Variable("FLASHMAP_LOG", _level, ", ".join(_LEVELS), None, "level of the `flashmap` logger, set when a plugin installs"),
-        Variable("FLASHMAP_CHECK", _flag, _FLAG, False, "debugging: also run the engine's own kernel for each routed call, record the difference"),
+        Variable(
+            "FLASHMAP_CHECK", _flag, _FLAG, False, "debugging: also run the engine's own kernel for each routed call, record the difference"
+        ),
         Variable("FLASHMAP_STATS_DIR", _name, "a directory", None, "debugging: every engine process writes its counters there, as JSON"),
-        Variable("FLASHMAP_VLLM_BACKENDS", _names, "backend names, separated by commas", None, "vLLM backends to hook; unset: all that are known"),
+        Variable(
+            "FLASHMAP_VLLM_BACKENDS", _names, "backend names, separated by commas", None, "vLLM backends to hook; unset: all that are known"
+        ),
         Variable("FLASHMAP_SPLITKV_WAVES", _positive, "an integer >= 1", None, "triton_splitkv: programs per SM to aim for"),
         Variable("FLASHMAP_SPLITKV_MAX_SPLITS", _positive, "an integer >= 1", None, "triton_splitkv: most splits of one request's prefix"),
         Variable("FLASHMAP_SPLITKV_MIN_CHUNK", _positive, "an integer >= 1", None, "triton_splitkv: fewest keys in a split"),

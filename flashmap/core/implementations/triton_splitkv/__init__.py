@@ -22,11 +22,15 @@ class TritonSplitKV(Implementation):
         if device.triton is None:
             found.append(Reason("no_triton", "triton is not installed", "pip install triton"))
         if device.type == "cpu" and device.interpreted and request.dtype == "bf16":
-            found.append(Reason("interpreter_bf16", "Triton's interpreter computes bf16 dots wrongly (triton issue 11584)", "use fp16 or fp32"))
+            found.append(
+                Reason("interpreter_bf16", "Triton's interpreter computes bf16 dots wrongly (triton issue 11584)", "use fp16 or fp32")
+            )
         if device.type == "cuda":
             if request.kv_dtype == "fp8_e4m3" and (8, 0) <= device.capability < (8, 9):
                 have = ".".join(map(str, device.capability))
-                found.append(Reason("fp8_capability", f"Triton converts fp8 e4m3 from compute capability 8.9, this is {have}", "use an e5m2 cache"))
+                found.append(
+                    Reason("fp8_capability", f"Triton converts fp8 e4m3 from compute capability 8.9, this is {have}", "use an e5m2 cache")
+                )
             if not found and config_for(request, device) is None:
                 text = f"head dimensions {request.head_dim}/{request.v_head_dim} in {request.dtype} do not fit {device.shared_memory >> 10} KiB of shared memory"
                 found.append(Reason("shared_memory", text))

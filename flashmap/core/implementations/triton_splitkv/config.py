@@ -69,7 +69,7 @@ class Config:
         requests, target = request.num_requests, self.target(request.kv_heads, sm_count)
         bound = target if requests == 1 else target + requests
         if request.max_kv_len is not None:
-            bound = min(bound, requests * max(1, -(-request.max_kv_len // max(self.min_chunk, self.block_n))))
+            bound = min(bound, requests * max(1, -(-request.max_kv_len // self.block_n)))
         return max(bound, 1)
 
     @property
@@ -136,7 +136,7 @@ def config_for(request: VerifyRequest, device: DeviceInfo) -> Config | None:
         d1=d1,
         rest=rest,
         dv=dv,
-        block_s=max(1, min(16, 2048 // dv)),
+        block_s=max(8, min(16, 2048 // dv)),
         merge_warps=4 if dv >= 256 else 2,
         pdl=device.type == "cuda" and device.capability >= (9, 0) and device.has_triton(3, 6),
     )

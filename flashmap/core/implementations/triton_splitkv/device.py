@@ -14,6 +14,8 @@ except ImportError:  # a Triton without Gluon: no kernel that needs it is launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# Arguments of the kernels that vary from call to call without another compilation being better for it.
+VARYING = ["lse_at", "num_requests", "table_keys", "window", "target", "min_tiles", "max_splits", "stride_table"]
 
 
 @triton.jit
@@ -32,17 +34,21 @@ def lengths(cu_q, lens, r, table_keys, PAGED: tl.constexpr, DRAFT: tl.constexpr,
 
 
 @triton.jit
-def split_counts(eighths, length, prefix, window, target, min_tiles, max_splits, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, SKIP: tl.constexpr):
+def split_counts(
+    eighths, length, prefix, window, target, min_tiles, max_splits,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
     """Splits of each request: int32 [BLOCK_R]. Their sum is at most target + num_requests.
 
-    Each takes about total / target tiles. Up to half as many again where that makes all splits fit in ``target``
+    Each takes about total / target tiles, and min_tiles where there are tiles enough to keep 32 programs busy. Up to half as many again where that makes all splits fit in ``target``
     programs, which then run at once: a few more tiles a program cost less than a second round of programs.
     """
     tiles = tl.cdiv(prefix, BLOCK_N)
     if SKIP:  # tiles that a window hides from every query token
         tiles = tiles - tl.maximum(prefix - window, 0) // BLOCK_N
     tiles = tl.where(length > 0, tiles, 0)
-    chunk = tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), min_tiles)
+    total = tl.sum(tiles, 0)
+    chunk = tl.maximum(tl.cdiv(total, target), tl.minimum(min_tiles, tl.cdiv(total, 32)))
     if BLOCK_R > 1:
         tries = chunk + (chunk * eighths + 15) // 16
         used = tl.sum(tl.cdiv(tiles[:, None], tries[None, :]) + tl.where((length > 0) & (tiles == 0), 1, 0)[:, None], 0)

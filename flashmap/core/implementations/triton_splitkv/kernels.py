@@ -17,14 +17,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmap.core.implementations.triton_splitkv import device
-from flashmap.core.implementations.triton_splitkv.device import LN2, LOG2E
+from flashmap.core.implementations.triton_splitkv.device import LN2, LOG2E, VARYING
 
 
-# What varies from call to call without another kernel being better for it.
-_VARYING = ["lse_at", "num_requests", "table_keys", "window", "target", "min_tiles", "max_splits", "stride_table"]
-
-
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=VARYING)
 def split_kernel(
     q, k, v, out, lse, parts, lse_at,
     cu_q, lens, table, kv_start,
@@ -161,7 +157,10 @@ def split_kernel(
             draft_logits = tl.dot(q2, tl.trans(e2), draft_logits, input_precision=PRECISION)
         draft_logits = device.scaled(draft_logits, draft_scale, softcap, SOFTCAP)
         sees = row_ok[:, None] & exists[None, :]
-        sees = sees & device.allowed(mask, mask_indptr, mask_start, r, q_first, length, start + prefix, t, j, j0, row_ok, stride_mask, MASK, MASK_INDPTR, MASK_STRIDE, BLOCK_L)
+        sees = sees & device.allowed(
+            mask, mask_indptr, mask_start, r, q_first, length, start + prefix, t, j, j0, row_ok,
+            stride_mask, MASK, MASK_INDPTR, MASK_STRIDE, BLOCK_L,
+        )  # fmt: skip
         if WINDOW:
             if POSITIONS:
                 at_j = tl.load(positions + q_first + j, mask=exists, other=0).to(tl.int32)
@@ -199,7 +198,7 @@ def split_kernel(
         tl.store(parts + lse_at + part, m_i + tl.log2(l_i), mask=row_ok)
 
 
-@triton.jit(do_not_specialize=_VARYING[:-1])
+@triton.jit(do_not_specialize=VARYING[:-1])
 def merge_kernel(
     out, lse, parts, lse_at, cu_q, lens, kv_start, sinks,
     num_requests, table_keys, window, target, min_tiles, max_splits, stride_ot, stride_oh,

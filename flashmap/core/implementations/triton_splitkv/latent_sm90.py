@@ -19,12 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashmap.core.implementations.triton_splitkv import device
-from flashmap.core.implementations.triton_splitkv.device import LN2, LOG2E
-
-_VARYING = ["lse_at", "num_requests", "table_keys", "window", "target", "min_tiles", "max_splits", "stride_table"]
+from flashmap.core.implementations.triton_splitkv.device import LN2, LOG2E, VARYING
 
 
-@gluon.jit(do_not_specialize=_VARYING)
+@gluon.jit(do_not_specialize=VARYING)
 def latent_kernel(
     q, k, v, out, lse, parts, lse_at,
     cu_q, lens, table, kv_start,
@@ -78,8 +76,10 @@ def latent_kernel(
 
     d1 = gl.arange(0, D1, gl.SliceLayout(0, WIDE))
     d2 = SPAN + gl.arange(0, D2, gl.SliceLayout(0, NARROW))
-    q1 = gl.allocate_shared_memory(q.dtype.element_ty, [M, D1], SMEM, _query(q, q_first, row_block * M, length, d1, stride_qt, stride_qh, G, M, WIDE))
-    q2 = gl.allocate_shared_memory(q.dtype.element_ty, [M, D2], SMEM, _query(q, q_first, row_block * M, length, d2, stride_qt, stride_qh, G, M, NARROW))
+    query_wide = _query(q, q_first, row_block * M, length, d1, stride_qt, stride_qh, G, M, WIDE)
+    query_narrow = _query(q, q_first, row_block * M, length, d2, stride_qt, stride_qh, G, M, NARROW)
+    q1 = gl.allocate_shared_memory(q.dtype.element_ty, [M, D1], SMEM, query_wide)
+    q2 = gl.allocate_shared_memory(q.dtype.element_ty, [M, D2], SMEM, query_narrow)
     k1 = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, D1], SMEM)
     k2 = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, D2], SMEM)
 
@@ -111,10 +111,11 @@ def latent_kernel(
         logits = warpgroup_mma(q2, k2.index(this).permute((1, 0)), logits, is_async=True)
         # The other buffer is free: all warps are past the barrier above, so past the products with the tile before.
         ahead = gl.minimum(tile + 1, end - 1)
+        keys_ahead = (end - 1 - tile) * BLOCK_N  # 0 for the last tile: its copies are masked, and write zeros
         rows_wide = _rows(k, table_row, ahead, prefix, n_wide, stride_kp, stride_kt, PAGE_SIZE, BLOCK_N)
         rows_narrow = _rows(k, table_row, ahead, prefix, n_narrow, stride_kp, stride_kt, PAGE_SIZE, BLOCK_N)
-        async_copy.async_copy_global_to_shared(k1.index(1 - this), rows_wide + d1[None, :], mask=(n_wide < (end - 1 - tile) * BLOCK_N)[:, None])
-        async_copy.async_copy_global_to_shared(k2.index(1 - this), rows_narrow + d2[None, :], mask=(n_narrow < (end - 1 - tile) * BLOCK_N)[:, None])
+        async_copy.async_copy_global_to_shared(k1.index(1 - this), rows_wide + d1[None, :], mask=(n_wide < keys_ahead)[:, None])
+        async_copy.async_copy_global_to_shared(k2.index(1 - this), rows_narrow + d2[None, :], mask=(n_narrow < keys_ahead)[:, None])
         async_copy.commit_group()
         logits = warpgroup_mma_wait(0, deps=[logits])
 
@@ -130,6 +131,7 @@ def latent_kernel(
         # ptxas serialises products that are in flight at the end of a loop's body (C7514).
         acc = warpgroup_mma_wait(0, deps=[acc])
     l_row = gl.sum(l_i, 1)
+    async_copy.wait_group(0)  # the last, masked copies write zeros where the draft tokens go
 
     if PDL:
         gdc_launch_dependents()
@@ -165,7 +167,10 @@ def latent_kernel(
         x = device.scaled(logits, draft_scale, softcap, SOFTCAP)
         j = j0 + n_logits
         sees = (t_logits < length)[:, None] & (j < limit)[None, :]
-        sees = sees & device.allowed(mask, mask_indptr, mask_start, r, q_first, length, start + prefix, t_logits, j, j0, t_logits < length, stride_mask, MASK, MASK_INDPTR, MASK_STRIDE, BLOCK_L)
+        sees = sees & device.allowed(
+            mask, mask_indptr, mask_start, r, q_first, length, start + prefix, t_logits, j, j0, t_logits < length,
+            stride_mask, MASK, MASK_INDPTR, MASK_STRIDE, BLOCK_L,
+        )  # fmt: skip
         x = gl.where(sees, x, float("-inf"))
         m_new = gl.maximum(m_i, gl.max(x, 1))
         base = gl.where(m_new == float("-inf"), 0.0, m_new)

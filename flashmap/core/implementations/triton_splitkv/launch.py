@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 
 from flashmap.core.implementations.triton_splitkv import kernels
 from flashmap.core.implementations.triton_splitkv.config import Config, config_for, request_block
@@ -129,6 +128,7 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
         num_warps=config.warps,
         num_stages=config.stages,
     )
+    pdl = {"launch_pdl": True} if config.pdl else {}  # an option that older versions of Triton do not know
     return Plan(
         config=config,
         target=config.target(request.kv_heads, device.sm_count),
@@ -137,7 +137,7 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
         grid=(request.kv_heads * config.row_blocks, launched),
         constants=constants,
         merge_grid=(request.kv_heads * rows, request.num_requests),
-        merge_constants=dict(shared, BLOCK_S=config.block_s, num_warps=config.merge_warps, **({"launch_pdl": True} if config.pdl else {})),
+        merge_constants=dict(shared, BLOCK_S=config.block_s, num_warps=config.merge_warps, **pdl),
     )
 
 
@@ -236,7 +236,7 @@ def _empty_call(request: VerifyRequest, device: torch.device) -> Call:
             data = make(requests * length**2, dtype=torch.uint8)
         mask = TreeMask(data, request.mask, ints("mask_indptr", requests + 1) if request.mask_indptr else None)
     draft_kv = (make(1, heads, request.head_dim, dtype=dtype), make(1, heads, request.v_head_dim, dtype=dtype))
-    scale = {"none": 1.0, "host": 2.0, "device": make(1, dtype=torch.float32)}[request.scales]
+    scale: Any = {"none": 1.0, "host": 2.0, "device": make(1, dtype=torch.float32)}[request.scales]
     return resolve(
         make(1, request.heads, request.head_dim, dtype=dtype),
         kv,
