@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -25,6 +26,7 @@ from flashmap.core import stats
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 _PERIOD_S = 0.5
 _MOST_STEPS = 4096  # of a layer, kept one by one; the largest difference covers all
 
@@ -97,14 +99,28 @@ def start() -> None:
     if _writing or env.get("FLASHMAP_STATS_DIR") is None:
         return
     _writing = True
-    util.Finalize(None, write, exitpriority=1)  # runs at the end of the main process and of multiprocessing's children alike
+    util.Finalize(None, _try_to_write, exitpriority=1)  # runs at the end of the main process and of multiprocessing's children alike
     util.register_after_fork(_HERE, _begin_in_child)
 
 
 def tick() -> None:
     """Write the file if the last time is long enough ago. Called by adapters after each call that they counted."""
     if _writing and time.monotonic() - _written > _PERIOD_S:
+        _try_to_write()
+
+
+def _try_to_write() -> None:
+    """A debugging aid does not take an engine down: a directory that cannot be written to is given up, with one WARNING."""
+    global _writing
+    if not _writing:
+        return
+    try:
         write()
+    except OSError as error:
+        _writing = False
+        logger.warning(
+            "flashmap: FLASHMAP_STATS_DIR=%s cannot be written to, no counters are kept there: %s", env.get("FLASHMAP_STATS_DIR"), error
+        )
 
 
 def write() -> None:

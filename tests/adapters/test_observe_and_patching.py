@@ -127,3 +127,14 @@ def test_nothing_is_written_unless_asked(tmp_path, monkeypatch):
     observe.tick()
     observe.write()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_written_to_is_given_up_with_one_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLASHMAP_STATS_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(observe, "_writing", False)
+    monkeypatch.setattr(observe, "_written", -math.inf)
+    observe.start()
+    observe.tick()
+    observe.tick()
+    assert len(caplog.records) == 1 and "FLASHMAP_STATS_DIR" in caplog.text

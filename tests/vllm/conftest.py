@@ -67,3 +67,13 @@ def model_dirs(tmp_path_factory) -> dict[str, str]:
 
     root = tmp_path_factory.mktemp("models")
     return {name: str(write(name, root / name)) for name in MODELS}
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The largest difference from vLLM's kernel in each engine run, over all layers and steps."""
+    found = [(r.nodeid.split("[")[-1].rstrip("]"), dict(r.user_properties)) for r in terminalreporter.stats.get("passed", [])]
+    found = [(name, properties["largest"]) for name, properties in found if "largest" in properties]
+    if found:
+        terminalreporter.section("largest difference from vLLM's own kernel")
+        for name, largest in found:
+            terminalreporter.write_line(f"{name:<24} {largest:.1e}")

@@ -18,7 +18,15 @@ OURS = adapter.BACKENDS
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    for name in ("FLASHMAP_DISABLE", "FLASHMAP_IMPL", "FLASHMAP_STRICT", "FLASHMAP_LOG", "FLASHMAP_STATS_DIR", "FLASHMAP_VLLM_BACKENDS"):
+    for name in (
+        "FLASHMAP_DISABLE",
+        "FLASHMAP_IMPL",
+        "FLASHMAP_STRICT",
+        "FLASHMAP_LOG",
+        "FLASHMAP_CHECK",
+        "FLASHMAP_STATS_DIR",
+        "FLASHMAP_VLLM_BACKENDS",
+    ):
         monkeypatch.delenv(name, raising=False)
     before = adapter._installation
     if before is not None:
@@ -117,13 +125,14 @@ def test_a_broken_contract_under_strict_is_an_error_and_nothing_is_hooked(monkey
     assert paths() == untouched
 
 
-def test_a_bad_variable_never_stops_the_engine(monkeypatch, caplog):
-    monkeypatch.setenv("FLASHMAP_IMPL", "torch_dens")
+@pytest.mark.parametrize("name, value, accepted", [("FLASHMAP_IMPL", "torch_dens", "torch_dense"), ("FLASHMAP_CHECK", "perhaps", "true")])
+def test_a_bad_variable_never_stops_the_engine(monkeypatch, caplog, name, value, accepted):
+    monkeypatch.setenv(name, value)
     untouched = paths()
     with caplog.at_level(logging.WARNING, logger="flashmap"):
         adapter.register()
     assert paths() == untouched
-    assert "FLASHMAP_IMPL='torch_dens'" in caplog.text and "torch_dense" in caplog.text
+    assert f"{name}={value!r}" in caplog.text and accepted in caplog.text
 
 
 def test_disabled(monkeypatch, caplog):

@@ -107,7 +107,9 @@ def install(backends: Iterable[str] | None = None) -> Installation:
     unknown = [name for name in wanted if name not in BACKENDS]
     if unknown:
         raise ValueError(f"no vLLM backend {unknown[0]!r} can be hooked: choose among {', '.join(BACKENDS)}")
-    Policy.from_env()  # a FLASHMAP_IMPL that names nothing is an error here, and not in the middle of a request
+    for variable in env.VARIABLES:  # what is not understood is an error here, and not in the middle of a request
+        env.get(variable)
+    Policy.from_env()  # nor a FLASHMAP_IMPL that names nothing
     before = _installation or Installation("vllm")
     new = [name for name in wanted if name not in _decided]
     if not new and _installation is not None:
