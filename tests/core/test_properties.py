@@ -74,7 +74,7 @@ def test_torch_dense_in_blocks_of_any_size(case: Case, log_bytes: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_dense, "_BLOCK_BYTES", {"cpu": 1 << log_bytes})
-        patch.setattr(torch_dense, "_MIN_BLOCK", 1)
+        patch.setattr(torch_dense, "_ALIGN", 1)
         assert_conforms("torch_dense", replace(case, dtype="bf16"))
 
 

@@ -18,11 +18,11 @@ import torch
 from flashmap.core.inputs import Call, PagedKV
 from flashmap.core.interface import Implementation
 
-# Gathered K and V of one block, with its logits. A CPU wants them near its last-level cache (16 to 32 MiB were fastest on
-# two cores with 32 MiB of L3); elsewhere few and large launches count for more.
-_BLOCK_BYTES = {"cpu": 24 << 20}
+# Gathered K and V of one block, with its logits. On a CPU about its last-level cache: on two cores with 32 MiB of L3, half
+# of it was slower by a tenth, and by more on a busy machine, where each operation waits for its slowest thread.
+_BLOCK_BYTES = {"cpu": 32 << 20}
 _BLOCK_BYTES_ELSEWHERE = 256 << 20
-_MIN_BLOCK = 16
+_ALIGN = 64  # keys in a block are a multiple of it, so that rows of logits start at cache lines
 _LOWEST = torch.finfo(torch.float32).min  # starts the running maximum: unlike -inf it can be subtracted from -inf
 
 
@@ -33,9 +33,10 @@ class TorchDense(Implementation):
         batch = _plan(call)
         if batch is None:
             return
-        softmax = _Softmax.start(call, batch)
-        softmax.add(*_draft_block(call, batch))
-        for block in _prefix_blocks(call, batch):
+        work = _Workspace(call.q.device)
+        softmax = _Softmax.start(call, batch, work)
+        softmax.add(*_draft_block(call, batch, work))
+        for block in _prefix_blocks(call, batch, work):
             softmax.add(*block)
         out, lse = softmax.finish()
         rows = batch.row[batch.asked]
@@ -92,10 +93,27 @@ def _plan(call: Call) -> _Batch | None:
     return _Batch(index, row, asked, length, prefix, exists, kv_start, position, mask_start[index], [host_prefix[r] for r in order])
 
 
+class _Workspace:
+    """Memory that all blocks of a call share: on a CPU a fresh block costs more in page faults than in copying."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor, valid until ``name`` is taken again."""
+        size = math.prod(shape)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size:
+            kept = self._kept[name] = torch.empty(size, dtype=dtype, device=self._device)
+        return kept[:size].view(shape)
+
+
 @dataclass(slots=True)
 class _Softmax:
     """A running softmax over blocks of keys; all tensors are fp32."""
 
+    work: _Workspace
     q: torch.Tensor  # [R * H, G * L, Dk], scaled
     softcap: float
     group: int
@@ -104,7 +122,7 @@ class _Softmax:
     acc: torch.Tensor  # [R * H, G * L, Dv] sum of exp(logit - highest) * value
 
     @classmethod
-    def start(cls, call: Call, batch: _Batch) -> _Softmax:
+    def start(cls, call: Call, batch: _Batch, work: _Workspace) -> _Softmax:
         request = call.request
         (n, length), heads, group = batch.row.shape, request.kv_heads, request.group
         q = call.q[batch.row].view(n, length, heads, group, -1).permute(0, 2, 3, 1, 4)
@@ -115,15 +133,16 @@ class _Softmax:
             sinks = call.sinks.float().view(heads, group, 1).expand(n, heads, group, length).reshape(total.shape)
             highest = sinks.clamp(min=_LOWEST)
             total = torch.exp(sinks - highest)
-        return cls(q, call.softcap, group, highest, total, q.new_zeros(*q.shape[:2], request.v_head_dim))
+        return cls(work, q, call.softcap, group, highest, total, q.new_zeros(*q.shape[:2], request.v_head_dim))
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None) -> None:
         """Keys [n, H, B, Dk] and values [n, H, B, Dv] of the first n requests; visible bool [n, L or 1, B], None: all."""
         n, heads, size = keys.shape[:3]
         batch = n * heads
-        logits = torch.bmm(self.q[:batch], keys.flatten(0, 1).transpose(1, 2))
+        logits = self.work.take("logits", batch, self.q.shape[1], size)
+        torch.bmm(self.q[:batch], keys.flatten(0, 1).transpose(1, 2), out=logits)
         if self.softcap:
-            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if visible is not None:
             logits.view(n, heads, self.group, -1, size).masked_fill_(~visible[:, None, None], float("-inf"))
         old, total, acc = self.highest[:batch], self.total[:batch], self.acc[:batch]
@@ -145,23 +164,23 @@ def _ungroup(call: Call, batch: _Batch, x: torch.Tensor) -> torch.Tensor:
     return x.view(n, call.request.heads, length, -1).transpose(1, 2)
 
 
-def _draft_block(call: Call, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _draft_block(call: Call, batch: _Batch, work: _Workspace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(keys, values, visible) of the draft tokens."""
     visible = _mask(call, batch) & batch.exists[:, None, :]
     if call.window is not None:  # a draft key is at its own query's position
         visible &= batch.position[:, :, None] - batch.position[:, None, :] <= call.window
     if call.draft_k is not None:  # not quantised, so no scale applies
-        keys = _gather(call.draft_k, batch.row).float()
-        values = keys[..., : call.request.v_head_dim] if call.draft_v is None else _gather(call.draft_v, batch.row).float()
+        keys = _gather(call.draft_k, batch.row, work, "k")
+        values = keys[..., : call.request.v_head_dim] if call.draft_v is None else _gather(call.draft_v, batch.row, work, "v")
         return *_without(keys, values, ~batch.exists), visible
     if call.draft_slots is not None:
         slots = call.draft_slots[batch.row].long()
     else:
         slots = _slots(call, batch.index, batch.prefix[:, None] + torch.arange(batch.row.shape[1], device=batch.row.device))
-    return *_without(*_load(call, slots), ~batch.exists), visible
+    return *_without(*_load(call, slots, work), ~batch.exists), visible
 
 
-def _prefix_blocks(call: Call, batch: _Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+def _prefix_blocks(call: Call, batch: _Batch, work: _Workspace) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """(keys, values, visible) of the prefix, block by block, for as many requests as it reaches into."""
     request, prefixes, rows = call.request, batch.prefixes, batch.row.shape[1]
     start, n = 0, len(prefixes)
@@ -175,9 +194,9 @@ def _prefix_blocks(call: Call, batch: _Batch) -> Iterator[tuple[torch.Tensor, to
             n -= 1
         if not n:
             return
-        end = min(start + max(budget // n, _MIN_BLOCK), prefixes[0])
+        end = min(start + max(budget // n // _ALIGN, 1) * _ALIGN, prefixes[0])
         key = torch.arange(start, end, device=call.q.device).expand(n, -1)
-        keys, values = _load(call, _slots(call, batch.index[:n], key))
+        keys, values = _load(call, _slots(call, batch.index[:n], key), work)
         visible = None
         if prefixes[n - 1] < end:
             listed = key < batch.prefix[:n, None]
@@ -225,31 +244,31 @@ def _slots(call: Call, index: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return kv.indices[(kv.indptr[index, None].long() + key).clamp(max=kv.indices.numel() - 1)].long()
 
 
-def _load(call: Call, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _load(call: Call, slots: torch.Tensor, work: _Workspace) -> tuple[torch.Tensor, torch.Tensor]:
     """K [n, H, B, Dk] and V [n, H, B, Dv] of token slots [n, B] in fp32, dequantised. A latent V is a view of K."""
     kv = call.kv
-    keys = _scaled(_gather(kv.k, slots), call.k_scale)
+    keys = _scaled(_gather(kv.k, slots, work, "k"), call.k_scale)
     if kv.v is None:
         return keys, keys[..., : kv.v_head_dim]
-    return keys, _scaled(_gather(kv.v, slots), call.v_scale)
+    return keys, _scaled(_gather(kv.v, slots, work, "v"), call.v_scale)
 
 
 def _scaled(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-    x = x.float()
     if isinstance(scale, torch.Tensor):
         return x.mul_(scale.view(()))
     return x if scale == 1.0 else x.mul_(scale)
 
 
-def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[n, H, B, D]: heads first, of a cache [pages, page_size, H, D] or [slots, H, D]. Slots out of range give any row.
+def _gather(cache: torch.Tensor, slots: torch.Tensor, work: _Workspace, name: str) -> torch.Tensor:
+    """fp32 [n, H, B, D]: heads first, of a cache [pages, page_size, H, D] or [slots, H, D]. Slots out of range give any row.
 
     Whatever the strides, each head of each token is a row of D elements whose start is a multiple of ``step`` elements
     from the first: one index_select over those rows gathers and transposes at once, without a copy of the cache.
     """
     (heads, dim), places = cache.shape[-2:], cache.shape[:-2]
+    shape = (slots.shape[0], heads, slots.shape[1], dim)
     if not cache.numel():
-        return cache.new_zeros(slots.shape[0], heads, slots.shape[1], dim)
+        return work.take(name, *shape).zero_()
     slots = slots.clamp(0, math.prod(places) - 1)
     at = (slots,) if len(places) == 1 else (slots // places[1], slots % places[1])
     step = math.gcd(*cache.stride()[:-1]) or 1
@@ -258,8 +277,11 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     rows = raw.as_strided((last // step + 1, dim), (step, 1))
     place = sum((i * (stride // step) for i, stride in zip(at, cache.stride(), strict=False)), torch.zeros_like(slots))
     head = torch.arange(heads, device=slots.device) * (cache.stride(-2) // step)
-    index = place[:, None, :] + head[:, None]
-    return rows.index_select(0, index.flatten()).view(cache.dtype).view(*index.shape, dim)
+    index = (place[:, None, :] + head[:, None]).flatten()
+    if cache.dtype == torch.float32:
+        return torch.index_select(rows, 0, index, out=work.take(name, index.numel(), dim)).view(shape)
+    found = torch.index_select(rows, 0, index, out=work.take(f"{name} as stored", index.numel(), dim, dtype=raw.dtype))
+    return work.take(name, *shape).copy_(found.view(cache.dtype).view(shape))
 
 
 def _without(keys: torch.Tensor, values: torch.Tensor, gone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
