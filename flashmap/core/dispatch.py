@@ -104,7 +104,7 @@ def select(call: Call, impl: str | None = None) -> VerifyAttention:
     """The implementation that runs ``call``. Raises Declined before anything is launched."""
     device = DeviceInfo.of(call.q.device)
     policy = Policy.from_env(impl)
-    decision = _decide(call.request, device, policy)
+    decision = _decide(call.request, device, policy, registry.changes())
     for loser, reasons in decision.declined:  # also where the next one serves the call
         for reason in reasons:
             stats.count(loser, "declined", reason.code)
@@ -127,15 +127,18 @@ def route(request: VerifyRequest, device: DeviceInfo, engine_kernel: str) -> Dec
     implementation that FLASHMAP_IMPL names cannot serve the call.
     """
     policy = Policy.from_env(engine_kernel=engine_kernel)
-    decision = _decide(request, device, policy)
+    decision = _decide(request, device, policy, registry.changes())
     if decision.winner is None and policy.strict and policy.impl is not None:
         raise Declined(policy.impl, decision.reasons)
     return decision
 
 
 @functools.lru_cache(maxsize=4096)
-def _decide(request: VerifyRequest, device: DeviceInfo, policy: Policy) -> Decision:
-    """``choose``, logged once for each request: a new decision at INFO, the loss of the fast path at WARNING."""
+def _decide(request: VerifyRequest, device: DeviceInfo, policy: Policy, changes: int) -> Decision:
+    """``choose``, logged once for each request: a new decision at INFO, the loss of the fast path at WARNING.
+
+    ``changes``, of the registry, is there to be part of the cache's key.
+    """
     decision = choose(request, device, policy)
     lost = device.type == "cuda" and policy.impl is None and decision.winner == FALLBACK
     lost = lost or (policy.impl is not None and policy.engine_kernel is not None and decision.winner is None)  # named, and not used

@@ -36,6 +36,10 @@ class Declined(RuntimeError):
         self.reasons = reasons
         super().__init__(f"{name} cannot serve this call: " + "; ".join(str(r) for r in reasons))
 
+    def __reduce__(self) -> tuple[type[Declined], tuple[str, tuple[Reason, ...]]]:
+        """Engines send exceptions from a worker to the parent process."""
+        return type(self), (self.name, self.reasons)
+
 
 @dataclass(frozen=True, slots=True)
 class Capability:

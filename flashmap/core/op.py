@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -54,7 +55,8 @@ def verify_attention(
         impl: the name of an implementation, which then runs or raises Declined; None: chosen automatically.
 
     Returns:
-        out, or (out, lse) with lse fp32 [T, Hq] (natural logarithm). A row that sees nothing gives 0 and -inf.
+        out, or (out, lse) with lse fp32 [T, Hq] (natural logarithm). A row that sees nothing gives 0 and -inf. Neither has
+        a gradient.
 
     Raises:
         TypeError, ValueError: bad input, named, before anything is launched.
@@ -68,10 +70,11 @@ def verify_attention(
         mask=mask, scale=scale, softcap=softcap, window=window, sinks=sinks, positions=positions, k_scale=k_scale,
         v_scale=v_scale, out=out, return_lse=return_lse,
     )  # fmt: skip
-    implementation = dispatch.select(call, impl)
-    if call.max_query_len > 0 and call.request.num_requests > 0 and call.q.shape[0] > 0:
-        implementation.run(call)
-        stats.count(implementation.name, "run")
+    with on_device(call.q.device):
+        implementation = dispatch.select(call, impl)
+        if call.max_query_len > 0 and call.request.num_requests > 0 and call.q.shape[0] > 0:
+            implementation.run(call)
+            stats.count(implementation.name, "run")
     return call.out if call.lse is None else (call.out, call.lse)
 
 
@@ -91,8 +94,20 @@ def prepare(request: VerifyRequest, limits: Limits, *, device: torch.device | st
         Declined: none may serve the request. ValueError: ``impl`` is not registered.
     """
     where = torch.device(device)
-    decision = dispatch.choose(request, DeviceInfo.of(where), dispatch.Policy.from_env(impl))
-    if decision.winner is None:
-        raise Declined(impl or "prepare", decision.reasons)
-    registry.get(decision.winner).prepare(request, limits, where)
+    with on_device(where):
+        policy = dispatch.Policy.from_env(impl)
+        decision = dispatch.choose(request, DeviceInfo.of(where), policy)
+        if decision.winner is None:
+            raise Declined(policy.impl or "prepare", decision.reasons)
+        registry.get(decision.winner).prepare(request, limits, where)
     return decision.winner
+
+
+_HERE = nullcontext()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes the device current: Triton launches on the current one, and it is its stream that may be under capture."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return _HERE
+    return torch.cuda.device(device)

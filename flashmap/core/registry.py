@@ -23,6 +23,7 @@ _OURS = {
     "triton_splitkv": "flashmap.core.implementations.triton_splitkv",
 }
 _registered: dict[str, VerifyAttention] = {}
+_changes = 0
 
 
 def register(implementation: VerifyAttention, *, replace: bool = False) -> None:
@@ -32,11 +33,18 @@ def register(implementation: VerifyAttention, *, replace: bool = False) -> None:
     if not replace and name in names():
         raise ValueError(f"an implementation named {name!r} is registered already: choose another name, or pass replace=True")
     _registered[name] = implementation
+    _changed()
+
+
+def changes() -> int:
+    """How often a name was registered or removed: what was chosen before a change may not stand."""
+    return _changes
 
 
 def unregister(name: str) -> None:
     """Remove a name that :func:`register` added. Names of this package, if they were replaced, come back."""
     _registered.pop(name, None)
+    _changed()
 
 
 def names() -> tuple[str, ...]:
@@ -47,14 +55,14 @@ def names() -> tuple[str, ...]:
 
 def get(name: str) -> VerifyAttention:
     """The implementation of that name. ValueError lists the names when there is none."""
-    found = _registered.get(name)
-    if found is not None:
-        return found
-    if name not in names():
+    if name not in _registered and name not in _OURS and name not in names():  # names() loads the entry points
         raise ValueError(f"no implementation is named {name!r}: registered are {', '.join(names())}")
-    if name in _registered:
-        return _registered[name]
-    return _ours(name)
+    return _registered[name] if name in _registered else _ours(name)
+
+
+def _changed() -> None:
+    global _changes
+    _changes += 1
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from flashmap.core import (
     verify_attention,
 )
 from flashmap.core.dispatch import Decision, Policy, choose
+from flashmap.core.op import on_device
 
 REQUEST = VerifyRequest(heads=32, kv_heads=8, head_dim=128, v_head_dim=128, max_query_len=17)
 H200 = replace(DeviceInfo.known("sm90"), triton="3.6.0")
@@ -253,6 +255,23 @@ def test_what_a_capture_lacks_is_declined_before_any_launch(pretend: Callable[[D
     assert codes(declined.value.reasons) == ["scratch"] and rows(arguments["out"]) == [77]
 
 
+def test_declined_survives_the_way_to_another_process() -> None:
+    declined = pickle.loads(pickle.dumps(Declined("narrow", (Reason("dtype", "dtype fp16 is not one of bf16", "use bf16"),))))
+    assert (declined.name, codes(declined.reasons)) == ("narrow", ["dtype"]) and "use bf16" in str(declined)
+
+
+def test_a_replaced_implementation_is_asked_again() -> None:
+    arguments = mean_case([[1]], [[3]])
+    verify_attention(**arguments)
+    registry.register(Implementation("torch_dense", Capability(devices=frozenset({"cuda"}))), replace=True)
+    try:
+        with pytest.raises(Declined, match="runs on cuda, not on 'cpu'"):
+            verify_attention(**arguments)
+    finally:
+        registry.unregister("torch_dense")
+    assert rows(verify_attention(**arguments)) == near([2])
+
+
 def test_flashmap_impl(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = mean_case([[1]], [[3]])
     monkeypatch.setenv("FLASHMAP_IMPL", "reference")
@@ -302,3 +321,10 @@ def test_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
         info = DeviceInfo.of(torch.device("cpu"))
         assert (info.type, info.capability, info.capturing, info.interpreted) == ("cpu", (0, 0), False, interpreted)
+
+
+def test_the_device_of_q_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert getattr(on_device(torch.device("cuda", 1)), "idx", None) == 1
+    for device in (torch.device("cuda", 0), torch.device("cuda"), torch.device("cpu")):
+        assert not isinstance(on_device(device), torch.cuda.device)

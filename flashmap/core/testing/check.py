@@ -15,6 +15,7 @@ import torch
 from flashmap.core import reference, registry
 from flashmap.core.inputs import Call, resolve
 from flashmap.core.interface import Declined, VerifyAttention
+from flashmap.core.op import on_device
 from flashmap.core.request import DeviceInfo
 from flashmap.core.testing.cases import SENTINEL, Case, build, cases
 
@@ -89,14 +90,15 @@ def run(impl: str | VerifyAttention, arguments: dict[str, Any]) -> tuple[torch.T
     """(out, lse) of one implementation. Raises Declined with its reasons."""
     implementation = registry.get(impl) if isinstance(impl, str) else impl
     call = resolve(**arguments)
-    device = DeviceInfo.of(call.q.device)
-    reasons = implementation.why_not(call.request, device)
-    if device.capturing and not reasons:
-        reasons = implementation.not_ready(call)
-    if reasons:
-        raise Declined(implementation.name, reasons)
-    if call.max_query_len > 0 and call.request.num_requests > 0 and call.q.shape[0] > 0:  # as the op
-        implementation.run(call)
+    with on_device(call.q.device):
+        device = DeviceInfo.of(call.q.device)
+        reasons = implementation.why_not(call.request, device)
+        if device.capturing and not reasons:
+            reasons = implementation.not_ready(call)
+        if reasons:
+            raise Declined(implementation.name, reasons)
+        if call.max_query_len > 0 and call.request.num_requests > 0 and call.q.shape[0] > 0:  # as the op
+            implementation.run(call)
     return call.out, call.lse
 
 
