@@ -6,7 +6,9 @@ call's arguments into one checked :class:`Call`. Nothing here reads a device val
 
 from __future__ import annotations
 
+import functools
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +28,10 @@ _INT32 = (torch.int32,)
 _INTS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
+_WIDEST_WINDOW = 1 << 30  # wider ones hide nothing either, and differences of positions stay within 32 bits
+
+# Equal calls get the same VerifyRequest: looking up what was decided for it then compares identities.
+_request = functools.lru_cache(maxsize=4096)(VerifyRequest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,6 +223,8 @@ def resolve(
     assert v_head_dim is not None  # the cache's constructor saw to it
     if head_dim != k.shape[-1]:
         raise ValueError(f"q has head dimension {head_dim}, the cache's k has {k.shape[-1]}: they must be equal")
+    if not heads:
+        raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
     if heads % kv_heads:
         raise ValueError(f"q has {heads} heads, which is no multiple of the cache's {kv_heads} KV heads")
     if k.dtype != q.dtype and k.dtype in _QUERY_DTYPES:
@@ -240,7 +248,7 @@ def resolve(
         _check("positions", positions, 1, _INTS, q, shape="[T]")
         _check_rows("positions", positions, tokens)
     if window is not None:
-        window = _host_int("window", window)
+        window = min(_host_int("window", window), _WIDEST_WINDOW)
     if mask is not None:
         _check_mask(mask, q, requests, max_query_len)
         if window is not None and positions is None:
@@ -258,8 +266,10 @@ def resolve(
     _check_scale("v_scale", v_scale, q)
     if latent and (isinstance(v_scale, torch.Tensor) or v_scale != 1.0):
         raise ValueError(f"v_scale must be 1.0 for a latent cache, where k_scale serves K and V, got {v_scale}")
-    if isinstance(k_scale, torch.Tensor) or isinstance(v_scale, torch.Tensor):
-        scales = "device"
+    if isinstance(k_scale, torch.Tensor):
+        scales = "device" if latent or isinstance(v_scale, torch.Tensor) else "device_k"
+    elif isinstance(v_scale, torch.Tensor):
+        scales = "device_v"
     else:
         scales = "none" if k_scale == 1.0 and v_scale == 1.0 else "host"
 
@@ -272,7 +282,7 @@ def resolve(
         ("mask_indptr", None if mask is None else mask.indptr),
         ("positions", positions),
     )
-    request = VerifyRequest(
+    request = _request(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -295,7 +305,8 @@ def resolve(
         softcap=softcap != 0.0,
         return_lse=bool(return_lse),
         scales=scales,
-        int64=tuple(name for name, tensor in indices if tensor is not None and tensor.dtype == torch.int64),
+        int64=tuple([name for name, tensor in indices if tensor is not None and tensor.dtype == torch.int64]),
+        aligned=not latent or _aligned(k),
     )
     if out is None:
         out = torch.empty(tokens, heads, v_head_dim, dtype=q.dtype, device=q.device)
@@ -303,6 +314,8 @@ def resolve(
         _check("out", out, 3, (q.dtype,), q, shape="[T, Hq, Dv]")
         if tuple(out.shape) != (tokens, heads, v_head_dim):
             raise ValueError(f"out has shape {tuple(out.shape)}, it needs [T, Hq, Dv] = {(tokens, heads, v_head_dim)}")
+        if 0 in out.stride() and any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+            raise ValueError(f"out has strides {out.stride()}: its rows share memory, give one that was not made by expand()")
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if return_lse else None
     return Call(
         request, q, kv, cu_seqlens_q, max_query_len, draft_k, draft_v, draft_slots, mask, scale, softcap, window, sinks,
@@ -318,7 +331,7 @@ def _check(name: str, tensor: torch.Tensor, dim: int, dtypes: tuple[torch.dtype,
         raise TypeError(f"{name} has dtype {tensor.dtype}, accepted: {', '.join(str(d) for d in dtypes)}")
     if tensor.dim() != dim:
         raise ValueError(f"{name} must be {shape}, got shape {tuple(tensor.shape)}")
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+    if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}: call .contiguous()")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}, the other tensors are on {like.device}: move it there")
@@ -369,6 +382,11 @@ def _check_draft(
     return k, None if latent else v
 
 
+def _aligned(k: torch.Tensor) -> bool:
+    """Whether the address is a multiple of 16 bytes and the strides of 16 elements: what Triton tells a kernel of alignment."""
+    return k.data_ptr() % 16 == 0 and not any(stride % 16 for stride in k.stride()[:-2])
+
+
 def _check_rows(name: str, tensor: torch.Tensor, tokens: int) -> None:
     if tensor.shape[0] != tokens:
         raise ValueError(f"{name} has {tensor.shape[0]} entries, q has {tokens} rows: it needs one for each")
@@ -408,7 +426,7 @@ def _check_scale(name: str, value: float | torch.Tensor, q: torch.Tensor) -> Non
 
 
 def _host_float(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
@@ -416,8 +434,8 @@ def _host_float(name: str, value: float) -> float:
 
 
 def _host_int(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)):  # NumPy's integers are fine
         raise TypeError(f"{name} must be an integer on the host, got {type(value).__name__}")
     if value < 0:
         raise ValueError(f"{name} must be 0 or more, got {value}")
-    return value
+    return int(value)

@@ -18,6 +18,7 @@ from flashmap.core.interface import Implementation
 class Reference(Implementation):
     """Any device, every feature, no speed. Memory: one request's keys in fp32."""
 
+    @torch.no_grad()
     def run(self, call: Call) -> None:
         for request in requests_of(call):
             out, lse = attend(call, request)

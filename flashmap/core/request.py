@@ -43,8 +43,9 @@ class VerifyRequest:
 
     ``max_kv_len`` is the host's bound on a request's keys (block table width x page size), None for slot lists.
     ``draft`` is "cache" (the last tokens listed), "slots" (draft_slots) or "dense" (draft_kv); ``mask`` a
-    TreeMask layout or None; ``scales`` "none" (both 1.0), "host" or "device". ``page_size`` is 1 for slot lists.
-    ``int64`` names the index arguments that are int64 rather than int32.
+    TreeMask layout or None; ``scales`` "none" (both 1.0), "host", "device", or where one of the two is a tensor and the
+    other a number "device_k" or "device_v". ``page_size`` is 1 for slot lists. ``int64`` names the index arguments that
+    are int64 rather than int32. ``aligned``: a latent cache's strides and address are multiples of 16.
     """
 
     heads: int
@@ -70,6 +71,7 @@ class VerifyRequest:
     return_lse: bool = False
     scales: str = "none"
     int64: tuple[str, ...] = ()
+    aligned: bool = True
 
     @classmethod
     def of(cls, q: torch.Tensor, kv: Any, **arguments: Any) -> VerifyRequest:

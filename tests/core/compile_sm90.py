@@ -57,7 +57,7 @@ def compile_request(request: VerifyRequest) -> dict:
     originals = launch._split_kernel, kernels.merge_kernel
     launch._split_kernel, kernels.merge_kernel = (lambda name: split), merge
     try:
-        launch._launch(call, plan, torch.empty(16), 0)
+        launch._launch(call, plan, torch.empty(16))
     finally:
         launch._split_kernel, kernels.merge_kernel = originals
     return {

@@ -29,6 +29,7 @@ _LOWEST = torch.finfo(torch.float32).min  # starts the running maximum: unlike -
 class TorchDense(Implementation):
     """fp32 arithmetic whatever the dtypes. Memory: that of q and out in fp32, the draft block, and one block of keys."""
 
+    @torch.no_grad()
     def run(self, call: Call) -> None:
         batch = _plan(call)
         if batch is None:

@@ -6,6 +6,10 @@ parts by their log-sum-exp. docs/kernels.md has the reasons. Triton itself is im
 
 from __future__ import annotations
 
+import functools
+from importlib import import_module
+from types import ModuleType
+
 import torch
 
 from flashmap.core.implementations.triton_splitkv.config import config_for
@@ -37,19 +41,19 @@ class TritonSplitKV(Implementation):
         return tuple(found)
 
     def not_ready(self, call: Call) -> tuple[Reason, ...]:
-        from flashmap.core.implementations.triton_splitkv import launch
-
-        return launch.not_ready(call)
+        reasons: tuple[Reason, ...] = _launch().not_ready(call)
+        return reasons
 
     def prepare(self, request: VerifyRequest, limits: Limits, device: torch.device) -> None:
-        from flashmap.core.implementations.triton_splitkv import launch
-
-        launch.prepare(request, limits, device)
+        _launch().prepare(request, limits, device)
 
     def run(self, call: Call) -> None:
-        from flashmap.core.implementations.triton_splitkv import launch
+        _launch().run(call)
 
-        launch.run(call)
+
+@functools.cache
+def _launch() -> ModuleType:
+    return import_module(f"{__name__}.launch")
 
 
 IMPLEMENTATION = TritonSplitKV(

@@ -1,11 +1,12 @@
 """Every tunable of the kernels, from one pure function of a request and a device.
 
-``config_for`` reads the table below, fits the tile to the device's shared memory and applies the FLASHMAP_SPLITKV_*
-overrides. No torch, no triton: tests call it with made-up devices.
+``config_for`` reads the table below and fits the tile to the device's shared memory; ``overrides`` has what the
+FLASHMAP_SPLITKV_* variables force. No torch, no triton: tests call it with made-up devices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flashmap import env
@@ -109,11 +110,11 @@ _TABLE: dict[str, tuple[_Tuned, ...]] = {
 }
 
 
-def config_for(request: VerifyRequest, device: DeviceInfo) -> Config | None:
-    """The configuration for ``request`` on ``device``, or None when no tile fits its shared memory."""
+def config_for(request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, int] | None = None) -> Config | None:
+    """The configuration for ``request`` on ``device``, or None when no tile fits its shared memory. ``forced``: see ``overrides``."""
+    forced = forced or {}
     rows = request.group * max(request.max_query_len, 1)
     span, d1, rest, dv = _head_split(request)
-    forced = _overrides()
     if _has_latent_sm90(request, device) and not forced.keys() & {"block_n", "warps", "stages"}:
         kind = "latent_sm90"
     else:
@@ -181,11 +182,12 @@ def _has_latent_sm90(request: VerifyRequest, device: DeviceInfo) -> bool:
         and request.dtype == request.kv_dtype
         and request.dtype != "fp32"
         and request.window is None
+        and request.aligned  # it copies 16 bytes at a time
         and device.has_triton(3, 6)
     )
 
 
-def _fit(config: Config, request: VerifyRequest, device: DeviceInfo, forced: dict[str, int]) -> Config | None:
+def _fit(config: Config, request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, int]) -> Config | None:
     """Halve the pipeline, then the tile, until the operands fit in shared memory; what is forced is left as it is."""
     while shared_memory(config, request) > device.shared_memory:
         if config.stages > 2 and "stages" not in forced:
@@ -224,7 +226,8 @@ def shared_memory(config: Config, request: VerifyRequest) -> int:
     return query + weights + max(tiles, config.block_l * columns * size) + 1024
 
 
-def _overrides() -> dict[str, int]:
+def overrides() -> dict[str, int]:
+    """The fields of Config that FLASHMAP_SPLITKV_* variables force. Read where a launch is planned: choosing is pure."""
     names = ("waves", "max_splits", "min_chunk", "block_n", "warps", "stages")
     found = {name: env.get(f"FLASHMAP_SPLITKV_{name.upper()}") for name in names}
     return {name: value for name, value in found.items() if value is not None}

@@ -48,7 +48,7 @@ def split_counts(
         tiles = tiles - tl.maximum(prefix - window, 0) // BLOCK_N
     tiles = tl.where(length > 0, tiles, 0)
     total = tl.sum(tiles, 0)
-    chunk = tl.maximum(tl.cdiv(total, target), tl.minimum(min_tiles, tl.cdiv(total, 32)))
+    chunk = tl.maximum(tl.maximum(tl.cdiv(total, target), tl.minimum(min_tiles, tl.cdiv(total, 32))), 1)
     if BLOCK_R > 1:
         tries = chunk + (chunk * eighths + 15) // 16
         used = tl.sum(tl.cdiv(tiles[:, None], tries[None, :]) + tl.where((length > 0) & (tiles == 0), 1, 0)[:, None], 0)

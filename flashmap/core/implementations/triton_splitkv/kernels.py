@@ -33,8 +33,8 @@ def split_kernel(
     BLOCK_R: tl.constexpr, SPAN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr, DRAFT: tl.constexpr, MASK: tl.constexpr,
     MASK_INDPTR: tl.constexpr, MASK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
-    KV_START: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr, DEVICE_SCALES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    KV_START: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
+    K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h * ROW_BLOCKS + b, i): row block b of KV head h over the i-th split of the batch.
 
@@ -74,8 +74,9 @@ def split_kernel(
         at = start + prefix + t
         if POSITIONS:
             at = tl.load(positions + q_first + t, mask=row_ok, other=0).to(tl.int32)
-    if DEVICE_SCALES:
+    if K_SCALE_ON_DEVICE:
         k_scale = k_scale * tl.load(k_scale_ptr).to(tl.float32)
+    if V_SCALE_ON_DEVICE:
         v_scale = v_scale * tl.load(v_scale_ptr).to(tl.float32)
     if PAGED:
         table_row = table + r.to(tl.int64) * stride_table
@@ -101,6 +102,8 @@ def split_kernel(
     l_i = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, BLOCK_DV], dtype=tl.float32)
     n_offsets = tl.arange(0, BLOCK_N)
+    k_head = k + h.to(tl.int64) * stride_kh
+    v_head = v + h.to(tl.int64) * stride_vh
     for tile in range(begin, end):
         # Keys past the prefix repeat its last one, so that no load needs a mask; their logits become -inf.
         n = tile * BLOCK_N + n_offsets
@@ -108,12 +111,12 @@ def split_kernel(
         if PAGE_SIZE % BLOCK_N == 0:
             page = tl.load(table_row + tile * BLOCK_N // PAGE_SIZE).to(tl.int64)
             row = key % PAGE_SIZE
-            k_rows = k + page * stride_kp + h * stride_kh + (row * stride_kt)[:, None]
-            v_rows = v + page * stride_vp + h * stride_vh + (row * stride_vt)[:, None]
+            k_rows = k_head + page * stride_kp + (row * stride_kt)[:, None]
+            v_rows = v_head + page * stride_vp + (row * stride_vt)[:, None]
         else:
             pages = tl.load(table_row + key // PAGE_SIZE).to(tl.int64)
-            k_rows = k + h * stride_kh + (pages * stride_kp + key % PAGE_SIZE * stride_kt)[:, None]
-            v_rows = v + h * stride_vh + (pages * stride_vp + key % PAGE_SIZE * stride_vt)[:, None]
+            k_rows = k_head + (pages * stride_kp + key % PAGE_SIZE * stride_kt)[:, None]
+            v_rows = v_head + (pages * stride_vp + key % PAGE_SIZE * stride_vt)[:, None]
         k1 = device.columns(k_rows, d1, SPAN, D1, q.dtype.element_ty)
         logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
         if D2 > 0:
@@ -146,7 +149,7 @@ def split_kernel(
         if DRAFT == "cache":
             exists = exists & (prefix + j < listed)
         dk_rows, dv_rows = device.draft_rows(
-            k, v, draft_k, draft_v, draft_slots, table_row, q_first, prefix, j, exists, h,
+            k, v, draft_k, draft_v, draft_slots, table_row, q_first, prefix, j, exists, h.to(tl.int64),
             stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
             PAGE_SIZE, DRAFT,
         )  # fmt: skip
@@ -182,8 +185,9 @@ def split_kernel(
         if SINKS:
             sink = tl.load(sinks + head).to(tl.float32) * LOG2E
             m_new = tl.maximum(m_i, sink)
-            alpha = tl.exp2(m_i - m_new)
-            l_i = l_i * alpha + tl.exp2(sink - m_new)
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen, and no sink either
+            alpha = tl.exp2(m_i - base)
+            l_i = l_i * alpha + tl.exp2(sink - base)
             acc = acc * alpha[:, None]
             m_i = m_new
         result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]

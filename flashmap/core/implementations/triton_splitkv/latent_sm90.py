@@ -35,8 +35,8 @@ def latent_kernel(
     BLOCK_R: gl.constexpr, SPAN: gl.constexpr, D1: gl.constexpr, D2: gl.constexpr, BLOCK_DV: gl.constexpr,
     PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr, LATENT: gl.constexpr, DRAFT: gl.constexpr, MASK: gl.constexpr,
     MASK_INDPTR: gl.constexpr, MASK_STRIDE: gl.constexpr, WINDOW: gl.constexpr, POSITIONS: gl.constexpr,
-    KV_START: gl.constexpr, SINKS: gl.constexpr, SOFTCAP: gl.constexpr, LSE: gl.constexpr, DEVICE_SCALES: gl.constexpr,
-    PRECISION: gl.constexpr, PDL: gl.constexpr,
+    KV_START: gl.constexpr, SINKS: gl.constexpr, SOFTCAP: gl.constexpr, LSE: gl.constexpr,
+    K_SCALE_ON_DEVICE: gl.constexpr, V_SCALE_ON_DEVICE: gl.constexpr, PRECISION: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Program (b, i): row block b over the i-th split of the batch, as in ``kernels.split_kernel``."""
     WARPS_N: gl.constexpr = gl.num_warps() // 4
@@ -63,8 +63,9 @@ def latent_kernel(
     if row_block * M >= length * G:
         return
 
-    if DEVICE_SCALES:
+    if K_SCALE_ON_DEVICE:
         k_scale = k_scale * gl.load(k_scale_ptr).to(gl.float32)
+    if V_SCALE_ON_DEVICE:
         v_scale = v_scale * gl.load(v_scale_ptr).to(gl.float32)
     if PAGED:
         table_row = table + r.to(gl.int64) * stride_table
@@ -195,8 +196,9 @@ def latent_kernel(
         if SINKS:
             sink = gl.load(sinks + head).to(gl.float32) * LOG2E
             m_new = gl.maximum(m_row, sink)
-            alpha = gl.exp2(m_row - m_new)
-            l_row = l_row * alpha + gl.exp2(sink - m_new)
+            base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen, and no sink either
+            alpha = gl.exp2(m_row - base)
+            l_row = l_row * alpha + gl.exp2(sink - base)
             acc = acc * alpha[:, None]
             m_row = m_new
         result = acc / gl.where(l_row > 0, l_row, 1.0)[:, None]

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from triton.runtime import driver
 
 from flashmap.core.implementations.triton_splitkv import kernels
-from flashmap.core.implementations.triton_splitkv.config import Config, config_for, request_block
+from flashmap.core.implementations.triton_splitkv.config import Config, config_for, overrides, request_block
 from flashmap.core.implementations.triton_splitkv.scratch import scratch_of
 from flashmap.core.inputs import Call, KVCache, PagedKV, SlotKV, TreeMask, resolve
 from flashmap.core.interface import Reason
@@ -26,10 +27,14 @@ _TORCH = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The launches of one request: grids, compile-time constants, and ``partials``, the fp32 elements of scratch (0: no merge)."""
+    """The launches of one request: grids, compile-time constants, and ``partials``, the fp32 elements of scratch.
+
+    Where nothing is merged one element is taken all the same: the kernel is compiled for a pointer to fp32.
+    """
 
     config: Config
     target: int
+    merges: bool
     partials: int
     lse_at: int
     grid: tuple[int, int]
@@ -42,21 +47,18 @@ def run(call: Call) -> None:
     """Launch. Allocates only when a stream first needs this much scratch, which ``not_ready`` rules out under capture."""
     device = DeviceInfo.of(call.q.device)
     plan = _plan(call.request, replace(device, capturing=False) if device.capturing else device)
-    parts, lse_at = call.out, 0  # any pointer will do when nothing is merged
-    if plan.partials:
-        scratch = scratch_of(call.q.device)
-        taken = scratch.take(plan.partials, _stream(call.q.device), capturing=device.capturing)
-        assert taken is not None, "select() asks not_ready() before a call under capture"
-        parts, lse_at = taken, plan.lse_at
-        if not device.capturing:
-            scratch.reserve(plan.partials)
-    _launch(call, plan, parts, lse_at)
+    scratch = scratch_of(call.q.device)
+    parts = scratch.take(plan.partials, _stream(call.q.device), capturing=device.capturing)
+    assert parts is not None, "select() asks not_ready() before a call under capture"
+    if not device.capturing:
+        scratch.reserve(plan.partials)
+    _launch(call, plan, parts)
 
 
 def not_ready(call: Call) -> tuple[Reason, ...]:
     """Scratch that a captured call lacks."""
     plan = _plan(call.request, replace(DeviceInfo.of(call.q.device), capturing=False))
-    if not plan.partials or scratch_of(call.q.device).holds(plan.partials, _stream(call.q.device)):
+    if scratch_of(call.q.device).holds(plan.partials, _stream(call.q.device)):
         return ()
     text = f"a graph is being captured and the stream has no scratch of {plan.partials * 4} bytes"
     return (Reason("scratch", text, "call prepare(), or the op once with the same shapes, before the capture"),)
@@ -64,14 +66,19 @@ def not_ready(call: Call) -> tuple[Reason, ...]:
 
 def prepare(request: VerifyRequest, limits: Limits, device: torch.device) -> None:
     """Reserve scratch for the worst call within ``limits`` and compile by launching calls whose requests are all empty."""
-    info = replace(DeviceInfo.of(device), capturing=False)
-    request = replace(request, num_requests=limits.max_requests, max_kv_len=None)
-    sizes = [_plan(replace(request, max_query_len=length), info).partials for length in range(1, limits.max_query_len + 1)]
-    if max(sizes):
-        scratch_of(_indexed(device)).reserve(max(sizes))
-    for requests in sorted({1, min(2, limits.max_requests), limits.max_requests}):
-        call = _empty_call(replace(request, num_requests=requests), _indexed(device))
-        _launch(call, _plan(call.request, info), torch.empty(1, dtype=torch.float32, device=device), 0)
+    device, info = _indexed(device), replace(DeviceInfo.of(device), capturing=False)
+    worst = replace(request, num_requests=limits.max_requests, max_kv_len=None)
+    sizes = [_plan(replace(worst, max_query_len=length), info).partials for length in range(1, limits.max_query_len + 1)]
+    scratch_of(device).reserve(max(sizes))
+    nothing = torch.empty(1, dtype=torch.float32, device=device)
+    compiled = set()
+    for requests in range(1, limits.max_requests + 1):
+        some = replace(request, num_requests=requests, max_kv_len=None if request.max_kv_len is None else limits.max_kv_len)
+        plan = _plan(some, info)
+        kernels_of = (*plan.constants.values(), plan.merges)
+        if kernels_of not in compiled:
+            compiled.add(kernels_of)
+            _launch(_empty_call(some, device), plan, nothing)
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -80,13 +87,16 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return int(driver.active.get_current_stream(device.index)) if device.type == "cuda" else 0
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
-    config = config_for(request, device)
-    assert config is not None, "why_not() declines what fits no tile"
+    forced = overrides()
+    config = config_for(request, device, forced)
+    if config is None:  # why_not() declines what fits by no means
+        named = ", ".join(f"FLASHMAP_SPLITKV_{name.upper()}={value}" for name, value in forced.items())
+        raise ValueError(f"{named} needs more than the {device.shared_memory >> 10} KiB of shared memory: set a lower value, or unset it")
     rows = request.group * request.max_query_len
     launched = config.launched_splits(request, device.sm_count)
     merges = launched > request.num_requests and config.max_splits > 1
@@ -123,7 +133,8 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
         MASK_INDPTR=request.mask_indptr,
         MASK_STRIDE=request.max_query_len if request.mask == "qlen" else 0,
         SOFTCAP=request.softcap,
-        DEVICE_SCALES=request.scales == "device",
+        K_SCALE_ON_DEVICE=request.scales in ("device", "device_k"),
+        V_SCALE_ON_DEVICE=request.scales in ("device", "device_v"),
         PRECISION="ieee" if request.dtype == "fp32" else "tf32",  # of fp32 dots alone
         num_warps=config.warps,
         num_stages=config.stages,
@@ -132,7 +143,8 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
     return Plan(
         config=config,
         target=config.target(request.kv_heads, device.sm_count),
-        partials=partials * (request.v_head_dim + 1) if merges else 0,
+        merges=merges,
+        partials=partials * (request.v_head_dim + 1) if merges else 1,
         lse_at=partials * request.v_head_dim,
         grid=(request.kv_heads * config.row_blocks, launched),
         constants=constants,
@@ -141,10 +153,11 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
     )
 
 
-def _launch(call: Call, plan: Plan, parts: torch.Tensor, lse_at: int) -> None:
+def _launch(call: Call, plan: Plan, parts: torch.Tensor) -> None:
     q, out, kv, config = call.q, call.out, call.kv, plan.config
     unused = q  # stands for tensors that the constants say are not read
-    lens, table, k_page, k_token, v, v_page, v_token = _cache_arguments(kv)
+    lens, table = (kv.kv_lens, kv.block_table) if isinstance(kv, PagedKV) else (kv.indptr, kv.indices)
+    v = kv.k if kv.v is None else kv.v
     lse = out if call.lse is None else call.lse
     draft_k = unused if call.draft_k is None else call.draft_k
     draft_v = draft_k if call.draft_v is None else call.draft_v
@@ -154,25 +167,23 @@ def _launch(call: Call, plan: Plan, parts: torch.Tensor, lse_at: int) -> None:
     k_scale, k_scale_ptr = _scale_arguments(call.k_scale, unused)
     v_scale, v_scale_ptr = _scale_arguments(call.k_scale if call.request.latent else call.v_scale, unused)
     table_keys = kv.max_kv_len or 0
-    window = min(call.window or 0, 1 << 30)
+    window = call.window or 0
     counts = (call.request.num_requests, table_keys)
     sharing = (window, plan.target, config.min_tiles, config.max_splits)
-    k_head, v_head = kv.k.stride(-2), v.stride(-2)
-
     _split_kernel(config.kernel)[plan.grid](
-        q, kv.k, v, out, lse, parts, lse_at,
+        q, kv.k, v, out, lse, parts, plan.lse_at,
         call.cu_seqlens_q, lens, table, kv_start,
         draft_k, draft_v, _or(call.draft_slots, unused), mask, mask_indptr, _or(call.positions, unused), sinks,
         k_scale_ptr, v_scale_ptr,
         *counts, call.scale, k_scale, v_scale, call.softcap, *sharing,
-        q.stride(0), q.stride(1), k_page, k_token, k_head, v_page, v_token, v_head, out.stride(0), out.stride(1),
-        table.stride(0), draft_k.stride(0), draft_k.stride(1), draft_v.stride(0), draft_v.stride(1), mask_row,
+        *q.stride()[:2], *_cache_strides(kv.k), *_cache_strides(v), *out.stride()[:2],
+        table.stride()[0], *draft_k.stride()[:2], *draft_v.stride()[:2], mask_row,
         **plan.constants,
     )  # fmt: skip
-    if plan.partials:
+    if plan.merges:
         kernels.merge_kernel[plan.merge_grid](
-            out, lse, parts, lse_at, call.cu_seqlens_q, lens, kv_start, sinks,
-            *counts, *sharing, out.stride(0), out.stride(1), **plan.merge_constants,
+            out, lse, parts, plan.lse_at, call.cu_seqlens_q, lens, kv_start, sinks,
+            *counts, *sharing, *out.stride()[:2], **plan.merge_constants,
         )  # fmt: skip
 
 
@@ -184,12 +195,10 @@ def _split_kernel(name: str) -> Any:
     return latent_kernel
 
 
-def _cache_arguments(kv: KVCache) -> tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor, int, int]:
-    """(lengths, table, K's page and token strides, V, V's page and token strides). A slot is a page of one token."""
-    v = kv.k if kv.v is None else kv.v
-    if isinstance(kv, PagedKV):
-        return kv.kv_lens, kv.block_table, kv.k.stride(0), kv.k.stride(1), v, v.stride(0), v.stride(1)
-    return kv.indptr, kv.indices, kv.k.stride(0), 0, v, v.stride(0), 0
+def _cache_strides(cache: torch.Tensor) -> tuple[int, int, int]:
+    """Of a page, a token and a head. A slot is a page of one token."""
+    strides = cache.stride()
+    return strides[:3] if len(strides) == 4 else (strides[0], 0, strides[1])
 
 
 def _mask_arguments(mask: TreeMask | None, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -197,11 +206,11 @@ def _mask_arguments(mask: TreeMask | None, unused: torch.Tensor) -> tuple[torch.
     if mask is None:
         return unused, unused, 0
     data = mask.data.view(torch.uint8) if mask.data.dtype == torch.bool else mask.data
-    return data, _or(mask.indptr, unused), data.stride(0)
+    return data, _or(mask.indptr, unused), data.stride()[0]
 
 
 def _scale_arguments(scale: float | torch.Tensor, unused: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """(factor, pointer): the value is their product where one of the scales is on the device."""
+    """(factor, pointer): the value is their product where the scale is on the device, else the factor."""
     return (1.0, scale) if isinstance(scale, torch.Tensor) else (float(scale), unused)
 
 
@@ -219,7 +228,7 @@ def _empty_call(request: VerifyRequest, device: torch.device) -> Call:
 
     requests, heads, length = request.num_requests, request.kv_heads, request.max_query_len
     rows = (1, request.page_size) if request.kv_layout == "paged" else (1,)
-    k = make(*rows, heads, request.head_dim, dtype=kv_dtype)
+    k = make(*rows, heads, request.head_dim + (not request.aligned), dtype=kv_dtype)[..., : request.head_dim]
     v = None if request.latent else make(*rows, heads, request.v_head_dim, dtype=kv_dtype)
     v_head_dim = request.v_head_dim if request.latent else None
     start = ints("kv_start", requests) if request.kv_start else None
@@ -236,7 +245,7 @@ def _empty_call(request: VerifyRequest, device: torch.device) -> Call:
             data = make(requests * length**2, dtype=torch.uint8)
         mask = TreeMask(data, request.mask, ints("mask_indptr", requests + 1) if request.mask_indptr else None)
     draft_kv = (make(1, heads, request.head_dim, dtype=dtype), make(1, heads, request.v_head_dim, dtype=dtype))
-    scale: Any = {"none": 1.0, "host": 2.0, "device": make(1, dtype=torch.float32)}[request.scales]
+    number, tensor = 1.0 if request.scales == "none" else 2.0, make(1, dtype=torch.float32)
     return resolve(
         make(1, request.heads, request.head_dim, dtype=dtype),
         kv,
@@ -247,9 +256,9 @@ def _empty_call(request: VerifyRequest, device: torch.device) -> Call:
         mask=mask,
         softcap=1.0 if request.softcap else 0.0,
         window=request.window,
-        sinks=make(request.heads, dtype=torch.float32) if request.sinks else None,
+        sinks=make(request.heads, dtype=dtype) if request.sinks else None,
         positions=ints("positions", 1) if request.positions else None,
-        k_scale=scale,
-        v_scale=1.0 if request.latent else scale,
+        k_scale=tensor if request.scales in ("device", "device_k") else number,
+        v_scale=1.0 if request.latent else tensor if request.scales in ("device", "device_v") else number,
         return_lse=request.return_lse,
     )

@@ -1,7 +1,8 @@
 """Device memory for partial results: one buffer a stream, plus one in reserve for the next stream that is captured.
 
-A captured graph points at its buffer for ever, so a buffer that is replaced by a larger one is retired, never freed.
-Calls on different streams use different buffers. Graphs captured on one stream share one, as they replay in turn.
+A captured graph points at its buffer for ever, so one that was taken during a capture is retired, never freed, when a
+larger one replaces it. Calls on different streams use different buffers. Graphs captured on one stream share one, as
+they replay in turn.
 """
 
 from __future__ import annotations
@@ -21,22 +22,28 @@ class Scratch:
         self._device = device
         self._lock = threading.Lock()
         self._by_stream: dict[int, torch.Tensor] = {}
+        self._captured: set[int] = set()  # streams whose buffer a graph points at
         self._reserve: torch.Tensor | None = None
         self._retired: list[torch.Tensor] = []
 
     def take(self, size: int, stream: int, *, capturing: bool) -> torch.Tensor | None:
         """A buffer for a call on ``stream``; None when one would have to be allocated during a capture."""
         buffer = self._by_stream.get(stream)
-        if buffer is not None and buffer.numel() >= size:
+        if buffer is not None and buffer.numel() >= size and not capturing:
             return buffer
         with self._lock:
-            reserve = self._reserve
-            if capturing:
-                if reserve is None or reserve.numel() < size:
+            buffer, reserve = self._by_stream.get(stream), self._reserve
+            if buffer is None or buffer.numel() < size:
+                if not capturing:
+                    buffer = self._allocate(size)
+                elif reserve is None or reserve.numel() < size:
                     return None
-                self._reserve = None
-                return self._keep(stream, reserve)
-            return self._keep(stream, self._allocate(size))
+                else:
+                    buffer, self._reserve = reserve, None
+                self._replace(stream, buffer)
+            if capturing:
+                self._captured.add(stream)
+            return buffer
 
     def holds(self, size: int, stream: int) -> bool:
         """Whether ``take`` would succeed under capture."""
@@ -45,23 +52,23 @@ class Scratch:
 
     def reserve(self, size: int) -> None:
         """See that the next stream to be captured finds a buffer of ``size``."""
-        with self._lock:
-            if self._reserve is None or self._reserve.numel() < size:
-                if self._reserve is not None:
-                    self._retired.append(self._reserve)
-                self._reserve = self._allocate(size)
+        reserve = self._reserve
+        if reserve is None or reserve.numel() < size:
+            with self._lock:
+                if self._reserve is None or self._reserve.numel() < size:
+                    self._reserve = self._allocate(size)  # nobody has used the old one
 
     def bytes(self) -> int:
         """All that is held, retired buffers included."""
         held = [*self._by_stream.values(), *self._retired, *([] if self._reserve is None else [self._reserve])]
         return sum(4 * b.numel() for b in held)
 
-    def _keep(self, stream: int, buffer: torch.Tensor) -> torch.Tensor:
-        old = self._by_stream.get(stream)
-        if old is not None:
-            self._retired.append(old)
+    def _replace(self, stream: int, buffer: torch.Tensor) -> None:
+        """A buffer that no graph points at is freed: torch's allocator hands its memory on in the order of the stream."""
+        if stream in self._captured:
+            self._captured.remove(stream)
+            self._retired.append(self._by_stream[stream])
         self._by_stream[stream] = buffer
-        return buffer
 
     def _allocate(self, size: int) -> torch.Tensor:
         logger.info("flashmap: triton_splitkv takes %.1f MB of scratch on %s", size * 4 / 1e6, self._device)

@@ -1,0 +1,115 @@
+"""Values and strides at the edge of what is accepted: every implementation agrees with the arithmetic, or the call is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from mean_case import mean_case, near, rows
+
+from flashmap.core import PagedKV, verify_attention
+from flashmap.core.testing import Case, build, compare, expected
+
+INF = float("inf")
+
+
+def conforms(impl: str, case: Case, **changes: Any) -> None:
+    arguments = {**build(case), **changes}
+    wanted = expected(arguments)
+    found = verify_attention(**arguments, impl=impl)
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    result = compare(case, arguments, wanted, out, lse)
+    assert result.outcome == "ok", str(result)
+
+
+@pytest.mark.parametrize("draft", ["cache", "dense"])
+@pytest.mark.parametrize("on_device", ["k_scale", "v_scale"])
+def test_one_scale_on_the_device_and_one_a_number(impl: str, on_device: str, draft: str) -> None:
+    scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 3.0}
+    scales[on_device] = torch.tensor([scales[on_device]])
+    conforms(impl, Case("mixed scales", draft=draft, lse=True), **scales)
+
+
+@pytest.mark.parametrize(("k_scale", "v_scale"), [(0.0, -1.0), (-0.5, 0), (-2, 1)])
+def test_scales_of_any_sign(impl: str, k_scale: float, v_scale: float) -> None:
+    conforms(impl, Case("signs", lse=True), k_scale=k_scale, v_scale=v_scale)
+
+
+def test_a_latent_cache_with_its_scale_on_the_device(impl: str) -> None:
+    case = Case("latent", kv_heads=1, head_dim=40, v_head_dim=40, latent=True, lse=True)
+    conforms(impl, case, k_scale=torch.tensor([[0.5]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("prefix", [[], [2.0]])
+def test_a_sink_of_minus_infinity_is_none(impl: str, prefix: list[float]) -> None:
+    """Engines pad heads so. A row that sees nothing besides gives 0 and -inf."""
+    arguments = mean_case([prefix], [[4]], draft="dense", window=0, positions=torch.tensor([1000 if prefix else 0]))
+    out, lse = verify_attention(**arguments, sinks=torch.tensor([-INF]), return_lse=True, impl=impl)
+    assert rows(out) == near([4]) and lse.tolist() == [[0.0]]
+    arguments["kv"] = mean_case([prefix], [[]])["kv"]
+    lost = {**arguments, "draft_kv": None, "kv": mean_case([[]], [[]])["kv"]}
+    out, lse = verify_attention(**lost, sinks=torch.tensor([-INF]), return_lse=True, impl=impl)
+    assert rows(out) == [0] and lse.tolist() == [[-INF]]
+
+
+@pytest.mark.parametrize("window", [2**31, 2**63 - 1, 2**80])
+def test_a_window_of_any_size(impl: str, window: int) -> None:
+    positions = torch.zeros(9 + 3, dtype=torch.int64)  # before all that is listed
+    conforms(impl, Case("wide", kv_start=True, lse=True), window=window, positions=positions)
+
+
+@pytest.mark.parametrize("group", [3, 7, 12])
+@pytest.mark.parametrize("dim", [1, 8, 40, 72, 160])
+def test_groups_and_head_dimensions_that_are_no_powers_of_two(impl: str, group: int, dim: int) -> None:
+    conforms(impl, Case("odd", heads=group, kv_heads=1, head_dim=dim, query_lens=(3,), prefix_lens=(20,), page_size=3, mask="packed"))
+
+
+def test_the_result_has_no_gradient(impl: str) -> None:
+    arguments = build(Case("grad"))
+    arguments["q"].requires_grad_()
+    out = verify_attention(**arguments, impl=impl)
+    assert isinstance(out, torch.Tensor) and not out.requires_grad
+
+
+@pytest.mark.parametrize("drafts", [[[3, 5]], [[3, 5], [7]]])
+def test_without_any_prefix_nothing_is_divided_by_zero(drafts: list[list[float]]) -> None:
+    """A GPU gives any number for it, and the splits are counted from it."""
+    arguments = mean_case([[] for _ in drafts], drafts, draft="dense")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="divide by zero encountered in (floor_divide|fmod)")
+        out = verify_attention(**arguments, impl="triton_splitkv")
+    assert rows(out) == near([3, 4, *[7 for _ in drafts[1:]]])
+
+
+def test_heads_that_lie_far_apart(impl: str, device: str) -> None:
+    """Three heads, each 2^30 elements behind the one before."""
+    apart, dim = 2**30, 32
+    raw = torch.empty(2 * apart + 4 * dim, dtype=torch.uint8, device=device)
+    pool = raw.view(torch.float8_e5m2).as_strided((4, 1, 3, dim), (dim, dim, apart, 1))
+    for head in range(3):
+        raw[head * apart : head * apart + 4 * dim] = torch.tensor(1.0 + head).to(torch.float8_e5m2).view(torch.uint8).to(device)
+    ints = {"dtype": torch.int32, "device": device}
+    kv = PagedKV(pool, pool, torch.tensor([[2, 3]], **ints), torch.tensor([2], **ints))  # type: ignore[arg-type]
+    q = torch.zeros(1, 3, dim, dtype=torch.float16, device=device)
+    out = verify_attention(q, kv, cu_seqlens_q=torch.tensor([0, 1], **ints), max_query_len=1, impl=impl)  # type: ignore[arg-type]
+    assert isinstance(out, torch.Tensor) and out[0, :, 0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"out": torch.zeros(1, 1, 32).expand(2, -1, -1)}, r"out has strides \(0, 32, 1\): its rows share memory"),
+        ({"q": torch.zeros(2, 0, 32), "out": None}, r"q must have at least one head, got shape \(2, 0, 32\)"),
+    ],
+)
+def test_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        verify_attention(**{**mean_case([[1]], [[2, 3]]), **changes})
+
+
+def test_numbers_may_be_numpys() -> None:
+    numpy = pytest.importorskip("numpy")
+    changes = {"max_query_len": numpy.int64(2), "window": numpy.int32(0), "scale": numpy.float32(0.5)}
+    assert rows(verify_attention(**{**mean_case([[1]], [[2, 3]]), **changes})) == near([2, 3])
