@@ -101,9 +101,9 @@ VARIABLES: dict[str, Variable] = {
 def get(name: str) -> Any:
     """The value of a variable, or its default. Raises ValueError for a value it does not accept."""
     variable = VARIABLES[name]
-    if name not in os.environ:  # cheaper than get(), which raises and catches a KeyError
+    text = os.environ.get(name)
+    if text is None:
         return variable.default
-    text = os.environ[name]
     try:
         return variable.parse(text)
     except ValueError:

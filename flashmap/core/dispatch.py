@@ -36,13 +36,12 @@ class Policy:
 
     @classmethod
     def from_env(cls, impl: str | None = None, engine_kernel: str | None = None) -> Policy:
-        """``impl``, or else FLASHMAP_IMPL, with FLASHMAP_STRICT. ValueError when FLASHMAP_IMPL names nothing."""
-        if impl is None:
-            impl = env.get("FLASHMAP_IMPL")
-            if impl is not None and impl not in registry.names():
-                raise ValueError(
-                    f"FLASHMAP_IMPL={impl!r} names no implementation: set it to one of {', '.join(registry.names())}, or unset it"
-                )
+        """``impl`` alone, or else FLASHMAP_IMPL with FLASHMAP_STRICT. ValueError when FLASHMAP_IMPL names nothing."""
+        if impl is not None:
+            return cls(impl, engine_kernel=engine_kernel)
+        impl = env.get("FLASHMAP_IMPL")
+        if impl is not None and impl not in registry.names():
+            raise ValueError(f"FLASHMAP_IMPL={impl!r} names no implementation: set it to one of {', '.join(registry.names())}, or unset it")
         return cls(impl, env.get("FLASHMAP_STRICT"), engine_kernel)
 
 

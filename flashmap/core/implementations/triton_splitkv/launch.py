@@ -166,10 +166,8 @@ def _launch(call: Call, plan: Plan, parts: torch.Tensor) -> None:
     mask, mask_indptr, mask_row = _mask_arguments(call.mask, unused)
     k_scale, k_scale_ptr = _scale_arguments(call.k_scale, unused)
     v_scale, v_scale_ptr = _scale_arguments(call.k_scale if call.request.latent else call.v_scale, unused)
-    table_keys = kv.max_kv_len or 0
-    window = call.window or 0
-    counts = (call.request.num_requests, table_keys)
-    sharing = (window, plan.target, config.min_tiles, config.max_splits)
+    counts = (call.request.num_requests, call.request.max_kv_len or 0)
+    sharing = (call.window or 0, plan.target, config.min_tiles, config.max_splits)
     _split_kernel(config.kernel)[plan.grid](
         q, kv.k, v, out, lse, parts, plan.lse_at,
         call.cu_seqlens_q, lens, table, kv_start,
