@@ -17,7 +17,6 @@ NAMES = {
     "flashmla": "FlashMLA",
     "flashinfer": "FlashInfer",
 }
-TRITON = ("sglang_extend", "vllm_unified")
 POINTS = (
     "gqa32/8 bs1 L4 ctx8192",
     "gqa32/8 bs8 L4 ctx8192",
@@ -35,7 +34,7 @@ def rows(records: list[dict]) -> list[str]:
     for record in records:
         if record.get("us") is not None:
             times.setdefault(record["label"], {})[record["who"]] = record["us"]
-    lines = ["| call | FlashMap | fastest other | the engines' Triton kernels |", "|---|---|---|---|"]
+    lines = ["| call | FlashMap | fastest other |", "|---|---|---|"]
     for point in POINTS:
         for mask in ("chain", "tree"):
             found = times.get(f"{point} {mask}", {})
@@ -43,10 +42,7 @@ def rows(records: list[dict]) -> list[str]:
             if "ours:auto" not in found or not others:
                 continue
             best = min(others, key=others.__getitem__)
-            triton = [f"{found[who]:.0f} ({who.split('_')[0]})" for who in TRITON if who in found]
-            lines.append(
-                f"| {_words(point)}, {mask} | {found['ours:auto']:.1f} | {others[best]:.1f} ({NAMES[best]}) | {', '.join(triton) or '-'} |"
-            )
+            lines.append(f"| {_words(point)}, {mask} | {found['ours:auto']:.1f} | {others[best]:.1f} ({NAMES[best]}) |")
     return lines
 
 
