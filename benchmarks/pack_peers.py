@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Pack the peers of op_bench.py into one folder for a GPU host that reaches no package index.
 
-    python benchmarks/pack_peers.py --out .carry-peers [--seed-diff FILE]
-    (on the host)  eval "$(bash .carry-peers/unpack.sh /tmp/peers)" && python benchmarks/op_bench.py --peers-check
+    python benchmarks/pack_peers.py --out peers-pack [--seed-diff FILE]
+    (on the host)  eval "$(bash peers-pack/unpack.sh /tmp/peers)" && python benchmarks/op_bench.py --peers-check
 
 The folder holds the kernels alone: of vLLM and sglang only the modules around them, above small stand-ins for the
 engines' platform and logging modules, so that importing one takes no engine. In vLLM's libraries (`_C_stable_libtorch` is
@@ -202,7 +202,7 @@ def write_site(site: Path, wheels: dict, seed_diff: Path | None, aot: Path | Non
 def main() -> None:
     """Download, trim, compress, write the folder."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(".carry-peers"))
+    parser.add_argument("--out", type=Path, default=Path("peers-pack"))
     parser.add_argument("--wheels", type=Path, default=Path.home() / ".cache/flashmap-peers", help="where downloads are kept")
     parser.add_argument("--seed-diff", type=Path, help="a diff whose added lines are the seed kernel's module")
     parser.add_argument("--aot", type=Path, help="FlashInfer's compiled kernels, from compile_flashinfer.py")
