@@ -88,6 +88,21 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             "FLASHMAP_VLLM_BACKENDS", _names, "backend names, separated by commas", None, "vLLM backends to hook; unset: all that are known"
         ),
+        Variable("FLASHMAP_SGLANG_BACKENDS", _names, "triton and fa3, separated by commas", None, "SGLang backends to hook; unset: both"),
+        Variable(
+            "FLASHMAP_SGLANG_MODES",
+            _names,
+            "target_verify and draft_extend_v2, separated by commas",
+            None,
+            "SGLang forward modes to serve; unset: both",
+        ),
+        Variable(
+            "FLASHMAP_SGLANG_QLEN_MASK",
+            _flag,
+            _FLAG,
+            False,
+            "1: SGLang's triton backend keeps the tree masks alone, without a column for each cached key",
+        ),
         Variable("FLASHMAP_SPLITKV_WAVES", _positive, "an integer >= 1", None, "triton_splitkv: programs per SM to aim for"),
         Variable("FLASHMAP_SPLITKV_MAX_SPLITS", _positive, "an integer >= 1", None, "triton_splitkv: most splits of one request's prefix"),
         Variable("FLASHMAP_SPLITKV_MIN_CHUNK", _positive, "an integer >= 1", None, "triton_splitkv: fewest keys in a split"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from flashmap.adapters.patching import Hook, Installation
 
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 
 __all__ = ["ENGINES", "Hook", "Installation", "install"]
 

@@ -7,21 +7,33 @@ at. A broken contract is a Reason that names what is missing; the adapter then l
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
 import inspect
-from collections.abc import Callable, Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
+from flashmap import env
 from flashmap.core.interface import Reason
+
+OWNER = "flashmap"
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """``target`` ("module:Class.attribute") exists; if callable it takes ``parameters`` by name; if a dataclass it has ``fields``."""
+    """``target`` ("module:Class.attribute") exists; if callable it takes ``parameters`` by name; if a dataclass it has ``fields``;
+    if a function of Python's its body refers to the names in ``uses``."""
 
     target: str
     parameters: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
 
     def missing(self) -> tuple[str, ...]:
         """What is not there, each in one phrase that names it; empty: the contract holds. Imports the module."""
@@ -37,6 +49,7 @@ class Contract:
         return (
             *(f"{self.target} takes no {name!r}" for name in self.parameters if not _takes(found, name)),
             *(f"{self.target} has no field {name!r}" for name in self.fields if name not in _fields(found)),
+            *(f"{self.target} no longer uses {name!r}" for name in self.uses if name not in _names_in(found)),
         )
 
 
@@ -60,6 +73,11 @@ def _takes(function: object, name: str) -> bool:
     except (TypeError, ValueError):  # no signature to be had: nothing says that it would not work
         return True
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _names_in(function: object) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return code.co_names if code is not None else ()
 
 
 def _fields(cls: object) -> set[str]:
@@ -94,3 +112,103 @@ class Installation:
         for hook in reversed(self.hooked):
             hook.undo()
         self._removed()
+
+
+# -- changes ------------------------------------------------------------------------------------------------------------
+
+_NOTHING = object()
+
+
+def wrap(target: str, around: Callable[..., Any], why: str) -> Hook:
+    """Call ``around(original, *args, **kwargs)`` in place of the function at ``target`` ("module:Class.attribute").
+
+    ``undo`` puts back what was there. Where somebody wrapped ours since, ours stays below theirs and only passes calls on.
+    """
+    module, _, path = target.partition(":")
+    *holders, name = path.split(".")
+    holder = functools.reduce(getattr, holders, import_module(module))
+    before, original, active = vars(holder).get(name, _NOTHING), getattr(holder, name), True
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs) if active else original(*args, **kwargs)
+
+    def undo() -> None:
+        nonlocal active
+        active = False
+        if vars(holder).get(name) is not wrapper:
+            return
+        if before is _NOTHING:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, before)
+
+    setattr(holder, name, wrapper)
+    return Hook(target, _name(around), OWNER, why, undo)
+
+
+def _name(function: Any) -> str:
+    function = getattr(function, "func", function)  # of a functools.partial
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def when_imported(module: str, then: Callable[[], None], why: str) -> Hook:
+    """Call ``then`` once ``module`` has been imported by whoever needs it. Nothing is imported here."""
+    watch = _Watch(module, then)
+    sys.meta_path.insert(0, watch)
+    return Hook(module, "hooked as soon as the engine imports it", OWNER, why, watch.stop)
+
+
+class _Watch:
+    """A finder that finds nothing by itself: it adds ``then`` to what the module's own loader does."""
+
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self._module, self._then, self._asking = module, then, False
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._module or self._asking:
+            return None
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(found: ModuleType) -> None:
+                del loader.exec_module  # the loader is as it was before the module runs
+                execute(found)
+                if self in sys.meta_path:
+                    self.stop()
+                    self._then()
+
+            loader.exec_module = exec_module
+        return spec
+
+    def stop(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+
+def set_for_children(variable: str, names: Iterable[str]) -> Hook:
+    """Set an environment variable, which the processes that the engine starts inherit: there the entry point reads what to hook."""
+    before = os.environ.get(variable)
+    os.environ[variable] = ",".join(names)
+
+    def undo() -> None:
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before
+
+    return Hook(f"environment variable {variable}", os.environ[variable], OWNER, "the processes that the engine starts hook the same", undo)
+
+
+def strict() -> bool:
+    """Whether FLASHMAP_STRICT is set, where a value that is not understood must not raise."""
+    try:
+        return bool(env.get("FLASHMAP_STRICT"))
+    except ValueError:
+        return False

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashmap import env
-from flashmap.core import registry, stats
+from flashmap.core import engines, registry, stats
 from flashmap.core.inputs import Call
 from flashmap.core.interface import Declined, Reason, VerifyAttention
 from flashmap.core.request import DeviceInfo, VerifyRequest
@@ -20,6 +20,7 @@ from flashmap.core.request import DeviceInfo, VerifyRequest
 logger = logging.getLogger(__name__)
 ENGINE = "engine"  # stands for the engine's own kernel where a Decision lists what was declined
 FALLBACK = "torch_dense"
+_FORCE = "set FLASHMAP_IMPL to a name to force it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,11 @@ def choose(
     declined: list[tuple[str, tuple[Reason, ...]]] = []
     if policy.engine_kernel is not None and device.type != "cuda":
         text = f"on {device.type!r} the engine's own kernel ({policy.engine_kernel}) is faster than {FALLBACK}"
-        declined.append((ENGINE, (Reason("engine_faster", text, "set FLASHMAP_IMPL to a name to force it"),)))
+        declined.append((ENGINE, (Reason("engine_faster", text, _FORCE),)))
         return Decision(None, tuple(declined))
+    faster = engines.faster(policy.engine_kernel, request, device) if policy.engine_kernel is not None else None
+    if faster is not None:
+        return Decision(None, ((ENGINE, (Reason("engine_faster", faster, _FORCE),)),))
 
     able = []
     for name in preference(request, device):
@@ -119,8 +123,10 @@ def select(call: Call, impl: str | None = None) -> VerifyAttention:
     return winner
 
 
-def route(request: VerifyRequest, device: DeviceInfo, engine_kernel: str) -> Decision:
+def route(request: VerifyRequest, device: DeviceInfo, engine_kernel: str | None) -> Decision:
     """What an adapter asks: who serves a call that ``engine_kernel`` would serve otherwise. Winner None: leave it to the engine.
+
+    ``engine_kernel`` None: the engine would not give the right answer, so that ours need not be faster.
 
     FLASHMAP_IMPL and FLASHMAP_STRICT count as in the op. Raises Declined where FLASHMAP_STRICT is set and the
     implementation that FLASHMAP_IMPL names cannot serve the call.

@@ -53,7 +53,8 @@ _PROBE = f"""
 import importlib, importlib.metadata, json, sys
 point = next(iter(importlib.metadata.entry_points(group=sys.argv[1], name={ENTRY_POINT!r})))
 point.load()()
-installation = importlib.import_module(point.module).install()
+module = importlib.import_module(point.module)
+installation = getattr(module, "examine", module.install)()
 hooked = [str(h) for h in installation.hooked]
 declined = [(r.code, r.text, r.fix) for r in installation.declined]
 print({_MARK!r} + json.dumps([hooked, declined]), flush=True)

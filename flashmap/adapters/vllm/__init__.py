@@ -15,7 +15,7 @@ from typing import Any
 
 from flashmap import env
 from flashmap.adapters import observe
-from flashmap.adapters.patching import Contract, Hook, Installation, broken, probe
+from flashmap.adapters.patching import OWNER, Contract, Hook, Installation, broken, probe, set_for_children, strict
 from flashmap.core.dispatch import Policy
 from flashmap.core.interface import Reason
 
@@ -79,7 +79,7 @@ def register() -> None:
     try:
         install()
     except Exception as error:
-        if _strict():
+        if strict():
             raise
         logger.warning("flashmap is not active in vLLM, which runs as without it: %s", error)
 
@@ -119,7 +119,7 @@ def install(backends: Iterable[str] | None = None) -> Installation:
     declined = [reason for reason in made if isinstance(reason, Reason)]
     _tell(hooked, declined)
     if backends is not None:
-        hooked.append(_children_install(wanted))
+        hooked.append(set_for_children("FLASHMAP_VLLM_BACKENDS", wanted))
     observe.start()
     _decided.update(new)
     _installation = Installation("vllm", (*before.hooked, *hooked), (*before.declined, *declined), _forget)
@@ -151,7 +151,7 @@ def _hook(name: str) -> Hook | Reason:
     return Hook(
         _target(name),
         path,
-        "flashmap",
+        OWNER,
         "verify batches of speculative decoding go to FlashMap's op",
         functools.partial(_restore, member, before),
     )
@@ -179,28 +179,13 @@ def _forget_selection() -> None:
         clear()
 
 
-def _children_install(wanted: tuple[str, ...]) -> Hook:
-    """vLLM's processes inherit the environment: there the entry point reads which backends to hook."""
-    variable = "FLASHMAP_VLLM_BACKENDS"
-    before = os.environ.get(variable)
-    os.environ[variable] = ",".join(wanted)
-
-    def undo() -> None:
-        if before is None:
-            os.environ.pop(variable, None)
-        else:
-            os.environ[variable] = before
-
-    return Hook(f"environment variable {variable}", os.environ[variable], "flashmap", "the processes that vLLM starts hook the same", undo)
-
-
 def _tell(hooked: list[Hook], declined: list[Reason]) -> None:
     """One line on what is active; one WARNING on what should be and is not."""
     _share_handlers()
     lost = [r for r in declined if r.code != "platform"]
     if lost:
         text = "flashmap leaves a part of vLLM alone: " + "; ".join(map(str, lost))
-        if _strict():
+        if strict():
             for hook in hooked:
                 hook.undo()
             raise RuntimeError(text)
@@ -254,10 +239,3 @@ def _forget() -> None:
 
 def _target(name: str) -> str:
     return f"vLLM backend {name}"
-
-
-def _strict() -> bool:
-    try:
-        return bool(env.get("FLASHMAP_STRICT"))
-    except ValueError:
-        return False
