@@ -23,6 +23,7 @@ from flashmap.core.interface import Implementation
 _BLOCK_BYTES = {"cpu": 32 << 20}
 _BLOCK_BYTES_ELSEWHERE = 256 << 20
 _ALIGN = 64  # keys in a block are a multiple of it, so that rows of logits start at cache lines
+_LOG2E = math.log2(math.e)
 _LOWEST = torch.finfo(torch.float32).min  # starts the running maximum: unlike -inf it can be subtracted from -inf
 
 
@@ -112,29 +113,29 @@ class _Workspace:
 
 @dataclass(slots=True)
 class _Softmax:
-    """A running softmax over blocks of keys; all tensors are fp32."""
+    """A running softmax over blocks of keys; all tensors are fp32. Logits are in base 2: exp2 takes half the time of exp."""
 
     work: _Workspace
-    q: torch.Tensor  # [R * H, G * L, Dk], scaled
+    q: torch.Tensor  # [R * H, G * L, Dk], scaled to give logits in base 2
     softcap: float
     group: int
     highest: torch.Tensor  # [R * H, G * L, 1] the largest logit so far
-    total: torch.Tensor  # [R * H, G * L, 1] sum of exp(logit - highest)
-    acc: torch.Tensor  # [R * H, G * L, Dv] sum of exp(logit - highest) * value
+    total: torch.Tensor  # [R * H, G * L, 1] sum of exp2(logit - highest)
+    acc: torch.Tensor  # [R * H, G * L, Dv] sum of exp2(logit - highest) * value
 
     @classmethod
     def start(cls, call: Call, batch: _Batch, work: _Workspace) -> _Softmax:
         request = call.request
         (n, length), heads, group = batch.row.shape, request.kv_heads, request.group
         q = call.q[batch.row].view(n, length, heads, group, -1).permute(0, 2, 3, 1, 4)
-        q = q.reshape(n * heads, group * length, -1).float() * call.scale
+        q = q.reshape(n * heads, group * length, -1).float() * (call.scale * _LOG2E)
         highest = q.new_full((*q.shape[:2], 1), _LOWEST)
         total = torch.zeros_like(highest)
         if call.sinks is not None:  # one more logit in the denominator, neither capped nor masked
-            sinks = call.sinks.float().view(heads, group, 1).expand(n, heads, group, length).reshape(total.shape)
+            sinks = (call.sinks.float() * _LOG2E).view(heads, group, 1).expand(n, heads, group, length).reshape(total.shape)
             highest = sinks.clamp(min=_LOWEST)
-            total = torch.exp(sinks - highest)
-        return cls(work, q, call.softcap, group, highest, total, q.new_zeros(*q.shape[:2], request.v_head_dim))
+            total = torch.exp2(sinks - highest)
+        return cls(work, q, call.softcap * _LOG2E, group, highest, total, q.new_zeros(*q.shape[:2], request.v_head_dim))
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None) -> None:
         """Keys [n, H, B, Dk] and values [n, H, B, Dv] of the first n requests; visible bool [n, L or 1, B], None: all."""
@@ -148,15 +149,15 @@ class _Softmax:
             logits.view(n, heads, self.group, -1, size).masked_fill_(~visible[:, None, None], float("-inf"))
         old, total, acc = self.highest[:batch], self.total[:batch], self.acc[:batch]
         highest = torch.maximum(old, logits.amax(-1, keepdim=True))
-        weights = logits.sub_(highest).exp_()
-        keep = torch.exp(old - highest)
+        weights = logits.sub_(highest).exp2_()
+        keep = torch.exp2(old - highest)
         total.mul_(keep).add_(weights.sum(-1, keepdim=True))
         acc.mul_(keep).baddbmm_(weights, values.flatten(0, 1))
         old.copy_(highest)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse): 0 and -inf for a row that has seen nothing."""
-        return self.acc / self.total.masked_fill(self.total == 0, 1.0), self.highest + self.total.log()
+        return self.acc / self.total.masked_fill(self.total == 0, 1.0), (self.highest + self.total.log2()) / _LOG2E
 
 
 def _ungroup(call: Call, batch: _Batch, x: torch.Tensor) -> torch.Tensor:
@@ -261,28 +262,34 @@ def _scaled(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor, work: _Workspace, name: str) -> torch.Tensor:
-    """fp32 [n, H, B, D]: heads first, of a cache [pages, page_size, H, D] or [slots, H, D]. Slots out of range give any row.
+    """fp32 [n, H, B, D] of a cache [pages, page_size, H, D] or [slots, H, D]. Slots out of range give any row.
 
-    Whatever the strides, each head of each token is a row of D elements whose start is a multiple of ``step`` elements
-    from the first: one index_select over those rows gathers and transposes at once, without a copy of the cache.
+    It is a view of [B, n, H, D]: a token's heads, mostly neighbours in the cache, stay together, so that one copy moves
+    them all, and n and H are still one dimension for bmm. Whatever the strides, what is copied starts at a multiple of
+    ``step`` elements: one index_select over rows that begin there, which may overlap, copies no more than is asked for.
     """
-    (heads, dim), places = cache.shape[-2:], cache.shape[:-2]
-    shape = (slots.shape[0], heads, slots.shape[1], dim)
+    (heads, dim), n = cache.shape[-2:], slots.shape[0]
+    shape = (slots.shape[1], n, heads, dim)
     if not cache.numel():
-        return work.take(name, *shape).zero_()
-    slots = slots.clamp(0, math.prod(places) - 1)
+        return work.take(name, *shape).zero_().permute(1, 2, 0, 3)
+    if cache.stride(-2) == dim:
+        cache = cache.flatten(-2).unsqueeze(-2)
+    (parts, width), places = cache.shape[-2:], cache.shape[:-2]
+    slots = slots.T.clamp(0, math.prod(places) - 1)
     at = (slots,) if len(places) == 1 else (slots // places[1], slots % places[1])
     step = math.gcd(*cache.stride()[:-1]) or 1
     last = sum((size - 1) * stride for size, stride in zip(cache.shape[:-1], cache.stride()[:-1], strict=True))
     raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # torch gathers no fp8
-    rows = raw.as_strided((last // step + 1, dim), (step, 1))
+    rows = raw.as_strided((last // step + 1, width), (step, 1))
     place = sum((i * (stride // step) for i, stride in zip(at, cache.stride(), strict=False)), torch.zeros_like(slots))
-    head = torch.arange(heads, device=slots.device) * (cache.stride(-2) // step)
-    index = (place[:, None, :] + head[:, None]).flatten()
+    part = torch.arange(parts, device=slots.device) * (cache.stride(-2) // step)
+    index = (place[..., None] + part).flatten()
     if cache.dtype == torch.float32:
-        return torch.index_select(rows, 0, index, out=work.take(name, index.numel(), dim)).view(shape)
-    found = torch.index_select(rows, 0, index, out=work.take(f"{name} as stored", index.numel(), dim, dtype=raw.dtype))
-    return work.take(name, *shape).copy_(found.view(cache.dtype).view(shape))
+        found = torch.index_select(rows, 0, index, out=work.take(name, index.numel(), width))
+    else:
+        stored = torch.index_select(rows, 0, index, out=work.take(f"{name} as stored", index.numel(), width, dtype=raw.dtype))
+        found = work.take(name, *stored.shape).copy_(stored.view(cache.dtype))
+    return found.view(shape).permute(1, 2, 0, 3)
 
 
 def _without(keys: torch.Tensor, values: torch.Tensor, gone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
