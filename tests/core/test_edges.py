@@ -10,6 +10,7 @@ import torch
 from mean_case import mean_case, near, rows
 
 from flashmap.core import PagedKV, verify_attention
+from flashmap.core.implementations.triton_splitkv.scratch import Scratch
 from flashmap.core.testing import Case, build, compare, expected
 
 INF = float("inf")
@@ -113,3 +114,28 @@ def test_numbers_may_be_numpys() -> None:
     numpy = pytest.importorskip("numpy")
     changes = {"max_query_len": numpy.int64(2), "window": numpy.int32(0), "scale": numpy.float32(0.5)}
     assert rows(verify_attention(**{**mean_case([[1]], [[2, 3]]), **changes})) == near([2, 3])
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_request_longer_than_promised_spoils_no_other(latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lengths are on the device, so a wrong max_query_len goes unseen; what it costs is that request's own rows."""
+    buffers = []
+
+    def poisoned(self: Scratch, elements: int, *_: Any, **__: Any) -> torch.Tensor:
+        buffers.append(torch.full((elements,), float("nan")))
+        return buffers[-1]
+
+    monkeypatch.setenv("FLASHMAP_SPLITKV_MIN_CHUNK", "16")
+    monkeypatch.setattr(Scratch, "take", poisoned)
+    lengths, keys, width = (2, 5), 256, 64
+    cache = torch.randn(2 * keys, 1, 1, width)
+    table = torch.arange(2 * keys, dtype=torch.int32).view(2, keys)
+    kv = PagedKV(cache, None if latent else cache, table, torch.tensor([keys, keys]), v_head_dim=width if latent else None)
+    q = torch.randn(sum(lengths), 1, width)
+    call: dict[str, Any] = {"kv": kv, "cu_seqlens_q": torch.tensor([0, lengths[0], sum(lengths)])}
+    wanted = verify_attention(q, **call, max_query_len=5, impl="reference")
+    found = verify_attention(q, **call, max_query_len=2, impl="triton_splitkv")
+    assert isinstance(wanted, torch.Tensor) and isinstance(found, torch.Tensor)
+    assert torch.allclose(found[: lengths[0]], wanted[: lengths[0]], atol=1e-5)
+    rows_written = int((~buffers[0].isnan()).sum()) // (width + 1)  # a row and its LSE
+    assert rows_written > 2 and rows_written % 2 == 0, "each split has a place for two rows and wrote both"

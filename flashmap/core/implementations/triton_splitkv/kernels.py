@@ -197,9 +197,10 @@ def split_kernel(
             tl.store(lse + (q_first + t).to(tl.int64) * (HKV * G) + head, (m_i + tl.log2(l_i)) * LN2, mask=row_ok)
     else:
         part = (i.to(tl.int64) * HKV + h) * ROWS + rows
+        inside = row_ok & (rows < ROWS)  # rows past max_query_len have no place there
         result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
-        tl.store(parts + part[:, None] * DV + dv[None, :], result, mask=column_ok)
-        tl.store(parts + lse_at + part, m_i + tl.log2(l_i), mask=row_ok)
+        tl.store(parts + part[:, None] * DV + dv[None, :], result, mask=inside[:, None] & (dv < DV)[None, :])
+        tl.store(parts + lse_at + part, m_i + tl.log2(l_i), mask=inside)
 
 
 @triton.jit(do_not_specialize=VARYING[:-1])

@@ -208,9 +208,10 @@ def latent_kernel(
             gl.store(lse + (q_first + t).to(gl.int64) * G + head, (m_row + gl.log2(l_row)) * LN2, mask=row_ok)
     else:
         part = i.to(gl.int64) * ROWS + row
+        inside = row_ok & (row < ROWS)  # rows past max_query_len have no place there
         result = acc / gl.where(l_row > 0, l_row, 1.0)[:, None]
-        gl.store(parts + part[:, None] * DV + dv[None, :], result, mask=row_ok[:, None])
-        gl.store(parts + lse_at + part, m_row + gl.log2(l_row), mask=row_ok)
+        gl.store(parts + part[:, None] * DV + dv[None, :], result, mask=inside[:, None])
+        gl.store(parts + lse_at + part, m_row + gl.log2(l_row), mask=inside)
 
 
 @gluon.jit
