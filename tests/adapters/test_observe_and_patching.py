@@ -57,8 +57,8 @@ def test_remove_undoes_the_last_change_first():
 
 
 def test_engines_are_named():
-    with pytest.raises(ValueError, match="'vllm'"):
-        install("sglang")
+    with pytest.raises(ValueError, match="'vllm', 'sglang'"):
+        install("tgi")
 
 
 @pytest.fixture

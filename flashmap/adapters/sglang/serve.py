@@ -64,12 +64,15 @@ def attend(
     if isinstance(batch, str):
         left(kernel, role, batch)
         return None
+    q, kv = batch.q, batch.kv
+    if out is None:
+        out = q.new_empty(*q.shape[:2], kv.v.shape[-1] if kv.v is not None else kv.v_head_dim)  # type: ignore[arg-type]  # one of the two is there
     try:
-        request = VerifyRequest.of(batch.q, batch.kv, **batch.arguments)
+        request = VerifyRequest.of(q, kv, out=out, **batch.arguments)
     except (TypeError, ValueError) as error:
         left(kernel, role, "input", str(error), logging.WARNING)
         return None
-    device = DeviceInfo.of(batch.q.device)
+    device = DeviceInfo.of(q.device)
     decision = dispatch.route(request, device, kernel if engine_kernel == "" else engine_kernel)
     winner, kind = decision.winner, dispatch.request_class(request)
     if winner is None:
@@ -77,9 +80,9 @@ def attend(
         return None
     tell(logging.INFO, kernel, role, kind, f"{kind} -> {winner}")
     if backend in _limits and not device.capturing:
-        _prepare(request, *_limits[backend], batch.q.device, winner)
+        _prepare(request, *_limits[backend], q.device, winner)
     try:
-        done = verify_attention(batch.q, batch.kv, **batch.arguments, out=out, impl=winner)
+        verify_attention(q, kv, out=out, impl=winner, **batch.arguments)
     except Declined as lacking:  # before anything was launched
         if not device.capturing:
             raise
@@ -87,8 +90,7 @@ def attend(
         return None
     stats.count(winner, "routed")
     observe.tick()
-    assert isinstance(done, torch.Tensor)
-    return done
+    return out
 
 
 def checking(device: torch.device) -> bool:

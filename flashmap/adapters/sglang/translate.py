@@ -218,10 +218,14 @@ def _paged_reason(call: Mapping[str, Any], tree: Tree | None) -> str | None:
 
 def _joined(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     """[..., A] and [..., B] as one [..., A + B], if they are neighbouring columns of the same memory."""
-    follows = left.data_ptr() + left.shape[-1] * left.element_size() == right.data_ptr()
-    same = left.dtype == right.dtype and left.shape[:-1] == right.shape[:-1] and left.stride() == right.stride()
-    if not (follows and same and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()):
+    width = left.shape[-1] + right.shape[-1]
+    if left.dtype != right.dtype or left.shape[:-1] != right.shape[:-1]:
         return None
-    if left.stride(-2) < left.shape[-1] + right.shape[-1]:
+    if left.data_ptr() + left.shape[-1] * left.element_size() != right.data_ptr():
         return None
-    return left.as_strided((*left.shape[:-1], left.shape[-1] + right.shape[-1]), left.stride())
+    if left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr():
+        return None
+    steps = [(a, b) for a, b, n in zip(left.stride()[:-1], right.stride()[:-1], left.shape[:-1], strict=True) if n > 1]
+    if any(a != b or a < width for a, b in steps):  # a dimension of size 1 may have any stride
+        return None
+    return left.as_strided((*left.shape[:-1], width), left.stride())
