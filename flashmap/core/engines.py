@@ -18,11 +18,11 @@ def faster(kernel: str, request: VerifyRequest, device: DeviceInfo) -> str | Non
         return f"sglang.fa3 was compared on compute capability 9.0 alone, this is {'.'.join(map(str, device.capability))}"
     rows = request.group * request.max_query_len
     if request.mask is None:
-        ours = not request.latent and request.num_requests == 1 and rows <= 32
+        ours = not request.latent and request.num_requests == 1 and rows <= (136 if request.kv_heads == 1 else 32)
     elif request.latent:
         ours = rows <= 64 or (request.num_requests == 1 and request.max_query_len <= 8)
     else:
-        ours = rows <= 64 or (request.kv_heads == 1 and rows <= 136)
+        ours = rows <= (136 if request.kv_heads == 1 else 64)
     if ours:
         return None
     kind = f"{'trees' if request.mask else 'chains'} with {rows} rows a KV head in batches of {request.num_requests}"

@@ -1,0 +1,62 @@
+"""Where an engine's own kernel is preferred: the table, and what dispatch makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flashmap.core import dispatch, engines
+from flashmap.core.dispatch import Policy
+from flashmap.core.request import DeviceInfo, VerifyRequest
+
+H200 = DeviceInfo.known("sm90")
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-30-h200-op.jsonl"
+
+
+def measured() -> list[tuple[VerifyRequest, float, float]]:
+    """(request, µs of ours, µs of FlashAttention 3) of each point where both were measured."""
+    times: dict[tuple[object, ...], dict[str, float]] = {}
+    for line in RESULTS.read_text().splitlines():
+        r = json.loads(line)
+        if r.get("us") and r["kv"] == "bf16" and r["lens"] == "uniform":
+            times.setdefault((r["shape"], r["bs"], r["L"], r["ctx"], r["mask"]), {})[r["who"]] = r["us"]
+    found = []
+    for (shape, requests, length, _, mask), who in times.items():
+        theirs = who.get("fa3" if mask == "chain" else "fa3_cascade")
+        if theirs is None or "ours:auto" not in who:
+            continue
+        latent = shape.startswith("mla")
+        heads, kv_heads = (int(shape[3:]), 1) if latent else map(int, shape[3:].split("/"))
+        dims = (576, 512) if latent else (128, 128)
+        request = VerifyRequest(
+            heads, kv_heads, *dims, num_requests=requests, max_query_len=length, latent=latent, mask=None if mask == "chain" else "qlen"
+        )
+        found.append((request, who["ours:auto"], theirs))
+    return found
+
+
+def test_what_goes_to_ours_was_not_slower_anywhere_in_the_results() -> None:
+    points = measured()
+    assert len(points) > 50
+    routed = [(ours, theirs) for request, ours, theirs in points if engines.faster("sglang.fa3", request, H200) is None]
+    assert len(routed) >= 20, "the table says something"
+    assert all(ours <= 1.01 * theirs for ours, theirs in routed)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch", "faster"),
+    [("sglang.fa3", "sm90", True), ("sglang.fa3", "sm100", True), ("sglang.triton", "sm90", False), ("vllm", "sm90", False)],
+)
+def test_which_kernels_and_devices(kernel: str, arch: str, faster: bool) -> None:
+    chain = VerifyRequest(16, 1, 576, 512, max_query_len=4, latent=True)
+    assert (engines.faster(kernel, chain, DeviceInfo.known(arch)) is not None) == faster
+
+
+def test_dispatch_leaves_it_to_the_engine_unless_a_name_is_given() -> None:
+    chain = VerifyRequest(16, 1, 576, 512, max_query_len=4, latent=True)
+    decision = dispatch.choose(chain, H200, Policy(engine_kernel="sglang.fa3"))
+    assert decision.winner is None and [r.code for r in decision.reasons] == ["engine_faster"] and "MLA chains" in decision.reasons[0].text
+    assert dispatch.choose(chain, H200, Policy()).winner == "triton_splitkv", "where the engine's is wrong, none is named"
+    assert dispatch.choose(chain, H200, Policy("torch_dense", engine_kernel="sglang.fa3")).winner == "torch_dense"
