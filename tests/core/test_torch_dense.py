@@ -36,22 +36,33 @@ def test_much_faster_than_the_reference() -> None:
     assert ratio > 2
 
 
-def test_memory_is_bounded_by_the_block_and_not_by_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_memory_is_bounded_by_the_block_and_not_by_the_context(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashmap.core.implementations import torch_dense
 
-    taken: dict[str, int] = {}
-    take = torch_dense._Workspace.take
+    in_use, most, elsewhere = 0, 0, 0
+    workspace = torch_dense._Workspace
+    take, clear = workspace.take, workspace.clear
 
-    def watch(self: Any, name: str, *shape: int, **more: Any) -> torch.Tensor:
-        found = take(self, name, *shape, **more)
-        taken[name] = max(taken.get(name, 0), found.numel() * found.element_size())
+    def watch(self: Any, *shape: int, **more: Any) -> torch.Tensor:
+        nonlocal in_use, most, elsewhere
+        found = take(self, *shape, **more)
+        in_use += found.nbytes
+        most = max(most, in_use)
+        elsewhere += found.untyped_storage().data_ptr() != self._memory.untyped_storage().data_ptr()
         return found
 
-    monkeypatch.setattr(torch_dense._Workspace, "take", watch)
+    def done(self: Any) -> None:
+        nonlocal in_use
+        in_use = 0
+        clear(self)
+
+    monkeypatch.setattr(workspace, "take", watch)
+    monkeypatch.setattr(workspace, "clear", done)
     monkeypatch.setattr(torch_dense, "_BLOCK_BYTES", {"cpu": 1 << 20})
-    case = Case("long", query_lens=(4, 1, 2), prefix_lens=(20000, 3000, 100), page_size=64)
+    case = Case("long", query_lens=(4, 1, 2), prefix_lens=(20000, 3000, 100), page_size=64, dtype=dtype)
     verify_attention(**build(case), impl="torch_dense")
-    assert set(taken) == {"k", "v", "logits"} and 1 << 18 < sum(taken.values()) <= 1 << 20
+    assert not elsewhere and 1 << 19 < most <= 1 << 20
 
 
 def test_k_and_v_are_never_repeated_for_the_heads_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

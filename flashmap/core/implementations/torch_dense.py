@@ -18,11 +18,11 @@ import torch
 from flashmap.core.inputs import Call, PagedKV
 from flashmap.core.interface import Implementation
 
-# Gathered K and V of one block, with its logits. On a CPU about its last-level cache: on two cores with 32 MiB of L3, half
-# of it was slower by a tenth, and by more on a busy machine, where each operation waits for its slowest thread.
-_BLOCK_BYTES = {"cpu": 32 << 20}
-_BLOCK_BYTES_ELSEWHERE = 256 << 20
-_ALIGN = 64  # keys in a block are a multiple of it, so that rows of logits start at cache lines
+# Gathered K and V of one block, with its logits. On a CPU about its last-level cache, and less than what glibc keeps mapped.
+_BLOCK_BYTES = {"cpu": 31 << 20}
+_BLOCK_BYTES_ELSEWHERE = 128 << 20  # there two blocks are alive while the next one is gathered
+_LINE = 64  # bytes of a cache line, where tensors of the workspace begin
+_ALIGN = 16  # keys in a block are a multiple of it, so that rows of logits begin there too
 _LOG2E = math.log2(math.e)
 _LOWEST = torch.finfo(torch.float32).min  # starts the running maximum: unlike -inf it can be subtracted from -inf
 
@@ -96,19 +96,28 @@ def _plan(call: Call) -> _Batch | None:
 
 
 class _Workspace:
-    """Memory that all blocks of a call share: on a CPU a fresh block costs more in page faults than in copying."""
+    """Memory that the blocks of a call take turns in: on a CPU a fresh block costs more in page faults than in copying.
+
+    It is one piece, and not above 32 MiB, because then glibc keeps it when it is freed: the next call finds it mapped.
+    Elsewhere torch keeps freed memory itself.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: dict[str, torch.Tensor] = {}
+        size = _BLOCK_BYTES["cpu"] if device.type == "cpu" else 0
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._used = 0
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialised tensor, valid until ``name`` is taken again."""
-        size = math.prod(shape)
-        kept = self._kept.get(name)
-        if kept is None or kept.numel() < size:
-            kept = self._kept[name] = torch.empty(size, dtype=dtype, device=self._device)
-        return kept[:size].view(shape)
+    def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor, valid until the workspace is cleared."""
+        size = math.prod(shape) * dtype.itemsize
+        if size > len(self._memory) - self._used:
+            return torch.empty(shape, dtype=dtype, device=self._memory.device)
+        piece = self._memory[self._used : self._used + size]
+        self._used = min(self._used + -(-size // _LINE) * _LINE, len(self._memory))
+        return piece.view(dtype).view(shape)
+
+    def clear(self) -> None:
+        self._used = 0
 
 
 @dataclass(slots=True)
@@ -141,7 +150,7 @@ class _Softmax:
         """Keys [n, H, B, Dk] and values [n, H, B, Dv] of the first n requests; visible bool [n, L or 1, B], None: all."""
         n, heads, size = keys.shape[:3]
         batch = n * heads
-        logits = self.work.take("logits", batch, self.q.shape[1], size)
+        logits = self.work.take(batch, self.q.shape[1], size)
         torch.bmm(self.q[:batch], keys.flatten(0, 1).transpose(1, 2), out=logits)
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -154,6 +163,7 @@ class _Softmax:
         total.mul_(keep).add_(weights.sum(-1, keepdim=True))
         acc.mul_(keep).baddbmm_(weights, values.flatten(0, 1))
         old.copy_(highest)
+        self.work.clear()  # nothing of the block is used any more
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse): 0 and -inf for a row that has seen nothing."""
@@ -172,8 +182,8 @@ def _draft_block(call: Call, batch: _Batch, work: _Workspace) -> tuple[torch.Ten
     if call.window is not None:  # a draft key is at its own query's position
         visible &= batch.position[:, :, None] - batch.position[:, None, :] <= call.window
     if call.draft_k is not None:  # not quantised, so no scale applies
-        keys = _gather(call.draft_k, batch.row, work, "k")
-        values = keys[..., : call.request.v_head_dim] if call.draft_v is None else _gather(call.draft_v, batch.row, work, "v")
+        keys = _gather(call.draft_k, batch.row, work)
+        values = keys[..., : call.request.v_head_dim] if call.draft_v is None else _gather(call.draft_v, batch.row, work)
         return *_without(keys, values, ~batch.exists), visible
     if call.draft_slots is not None:
         slots = call.draft_slots[batch.row].long()
@@ -189,8 +199,10 @@ def _prefix_blocks(call: Call, batch: _Batch, work: _Workspace) -> Iterator[tupl
     if call.window is not None:  # blocks before every request's first visible key are not read
         first = (batch.position.masked_fill(~batch.asked, torch.iinfo(torch.int64).max).amin(1) - call.window - batch.kv_start).amin()
         start = max(int(first), 0)
-    width = request.head_dim + (0 if request.latent else request.v_head_dim) + 2 * request.group * rows
-    budget = _BLOCK_BYTES.get(call.q.device.type, _BLOCK_BYTES_ELSEWHERE) // (4 * request.kv_heads * width)
+    kv_width = request.head_dim + (0 if request.latent else request.v_head_dim)
+    stored = 0 if call.kv.k.dtype == torch.float32 else call.kv.k.dtype.itemsize
+    key_bytes = request.kv_heads * (kv_width * (4 + stored) + 4 * request.group * rows)
+    budget = _BLOCK_BYTES.get(call.q.device.type, _BLOCK_BYTES_ELSEWHERE) // key_bytes
     while True:
         while n and prefixes[n - 1] <= start:
             n -= 1
@@ -249,10 +261,10 @@ def _slots(call: Call, index: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def _load(call: Call, slots: torch.Tensor, work: _Workspace) -> tuple[torch.Tensor, torch.Tensor]:
     """K [n, H, B, Dk] and V [n, H, B, Dv] of token slots [n, B] in fp32, dequantised. A latent V is a view of K."""
     kv = call.kv
-    keys = _scaled(_gather(kv.k, slots, work, "k"), call.k_scale)
+    keys = _scaled(_gather(kv.k, slots, work), call.k_scale)
     if kv.v is None:
         return keys, keys[..., : kv.v_head_dim]
-    return keys, _scaled(_gather(kv.v, slots, work, "v"), call.v_scale)
+    return keys, _scaled(_gather(kv.v, slots, work), call.v_scale)
 
 
 def _scaled(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
@@ -261,7 +273,7 @@ def _scaled(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     return x if scale == 1.0 else x.mul_(scale)
 
 
-def _gather(cache: torch.Tensor, slots: torch.Tensor, work: _Workspace, name: str) -> torch.Tensor:
+def _gather(cache: torch.Tensor, slots: torch.Tensor, work: _Workspace) -> torch.Tensor:
     """fp32 [n, H, B, D] of a cache [pages, page_size, H, D] or [slots, H, D]. Slots out of range give any row.
 
     It is a view of [B, n, H, D]: a token's heads, mostly neighbours in the cache, stay together, so that one copy moves
@@ -271,7 +283,7 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor, work: _Workspace, name: st
     (heads, dim), n = cache.shape[-2:], slots.shape[0]
     shape = (slots.shape[1], n, heads, dim)
     if not cache.numel():
-        return work.take(name, *shape).zero_().permute(1, 2, 0, 3)
+        return work.take(*shape).zero_().permute(1, 2, 0, 3)
     if cache.stride(-2) == dim:
         cache = cache.flatten(-2).unsqueeze(-2)
     (parts, width), places = cache.shape[-2:], cache.shape[:-2]
@@ -284,11 +296,9 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor, work: _Workspace, name: st
     place = sum((i * (stride // step) for i, stride in zip(at, cache.stride(), strict=False)), torch.zeros_like(slots))
     part = torch.arange(parts, device=slots.device) * (cache.stride(-2) // step)
     index = (place[..., None] + part).flatten()
-    if cache.dtype == torch.float32:
-        found = torch.index_select(rows, 0, index, out=work.take(name, index.numel(), width))
-    else:
-        stored = torch.index_select(rows, 0, index, out=work.take(f"{name} as stored", index.numel(), width, dtype=raw.dtype))
-        found = work.take(name, *stored.shape).copy_(stored.view(cache.dtype))
+    found = torch.index_select(rows, 0, index, out=work.take(index.numel(), width, dtype=raw.dtype)).view(cache.dtype)
+    if found.dtype != torch.float32:
+        found = work.take(*found.shape).copy_(found)
     return found.view(shape).permute(1, 2, 0, 3)
 
 
