@@ -10,7 +10,7 @@ help:
 	@echo "make test    lint, types and all tests that need no GPU"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the op against its peers; on a GPU, with the Python in PYTHON (ARGS=... are passed on)"
-	@echo "make setup   both environments, without running anything"
+	@echo "make setup   all environments, without running anything"
 	@echo "make clean   remove the environments and caches"
 
 demo test lint bench:

