@@ -56,12 +56,59 @@ def test_it_registers_from_a_package_of_its_own(tmp_path: Path) -> None:
     assert len(left_out) == 1 and "missing" in left_out[0]["text"]
 
 
+@pytest.fixture
+def an_engine(tmp_path: Path) -> Path:
+    """A package that answers as SGLang's server does, so far as the examples ask; it takes twice as long without FlashMap."""
+    (tmp_path / "sglang" / "test").mkdir(parents=True)
+    for folder in ("sglang", "sglang/test"):
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "sglang" / "launch_server.py").write_text(
+        "import argparse, http.server, json, os\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--port', type=int)\n"
+        "port = parser.parse_known_args()[0].port\n"
+        "seconds = 2.0 if os.environ['FLASHMAP_DISABLE'] == '1' else 1.0\n"
+        "class Handler(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(200); self.end_headers()\n"
+        "    def do_POST(self):\n"
+        "        self.send_response(200); self.end_headers()\n"
+        "        told = {'completion_tokens': 30, 'e2e_latency': seconds, 'spec_verify_ct': 12}\n"
+        "        self.wfile.write(json.dumps({'meta_info': told}).encode())\n"
+        "http.server.HTTPServer(('127.0.0.1', port), Handler).serve_forever()\n"
+    )
+    (tmp_path / "sglang" / "test" / "few_shot_gsm8k.py").write_text(
+        "def run_eval(args):\n"
+        "    assert args.host == '127.0.0.1' and len(open(args.data_path).readlines()) == args.num_questions\n"
+        "    open('tmp_output_gsm8k.txt', 'w').write('the same')\n"
+        "    return {'accuracy': 0.5, 'invalid': 0.0, 'latency': 1.0, 'output_throughput': 9.0}\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("example", "rows"),
+    [
+        ("deepseek_eagle_sglang.py", [["without", "2.000", "30", "2.500", "15.00"], ["with", "1.000", "30", "2.500", "30.00"]]),
+        ("gsm8k_sglang.py", [["without", "0.500", "0.000", "1.000", "9.000"], ["with", "0.500", "0.000", "1.000", "9.000"]]),
+    ],
+)
+def test_sglang_examples(an_engine: Path, example: str, rows: list[list[str]]) -> None:
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(an_engine), str(ROOT)))}
+    command = [sys.executable, f"examples/{example}", "--tiny", "--", "--tp", "1"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if line.startswith("|")]
+    assert found[1:] == rows
+    assert done.stdout.count("--tp 1") == 2 and "deepseek_v3_tiny" in done.stdout
+
+
 def test_every_variable_is_documented() -> None:
     text = (ROOT / "docs" / "how-it-decides.md").read_text()
     assert [name for name in env.VARIABLES if f"`{name}`" not in text] == []
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/how-it-decides.md", "docs/add-an-implementation.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/how-it-decides.md", "docs/add-an-implementation.md", "docs/engines.md"])
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     links = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
