@@ -17,7 +17,9 @@ def faster(kernel: str, request: VerifyRequest, device: DeviceInfo) -> str | Non
     if device.capability[0] != 9:
         return f"sglang.fa3 was compared on compute capability 9.0 alone, this is {'.'.join(map(str, device.capability))}"
     rows = request.group * request.max_query_len
-    if request.mask is None:
+    if request.window is not None or request.kv_dtype != request.dtype:
+        ours = False  # not measured
+    elif request.mask is None:
         ours = not request.latent and request.num_requests == 1 and rows <= (136 if request.kv_heads == 1 else 32)
     elif request.latent:
         ours = rows <= 64 or (request.num_requests == 1 and request.max_query_len <= 8)

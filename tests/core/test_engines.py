@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,13 @@ def test_what_goes_to_ours_was_not_slower_anywhere_in_the_results() -> None:
 def test_which_kernels_and_devices(kernel: str, arch: str, faster: bool) -> None:
     chain = VerifyRequest(16, 1, 576, 512, max_query_len=4, latent=True)
     assert (engines.faster(kernel, chain, DeviceInfo.known(arch)) is not None) == faster
+
+
+@pytest.mark.parametrize("feature", [{"window": 8}, {"kv_dtype": "fp8_e4m3"}], ids=str)
+def test_what_was_not_measured_stays_with_the_engine(feature: dict[str, Any]) -> None:
+    tree = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "max_query_len": 8, "mask": "qlen"}
+    assert engines.faster("sglang.fa3", VerifyRequest(**tree), H200) is None
+    assert engines.faster("sglang.fa3", VerifyRequest(**tree, **feature), H200) is not None
 
 
 def test_dispatch_leaves_it_to_the_engine_unless_a_name_is_given() -> None:

@@ -198,18 +198,16 @@ class Rig:
         tokens = len(lens) * self.width
         k = self.normal(tokens, self.kv_heads, self.dk)
         v = k[..., : self.dv].contiguous() if self.mla else self.normal(tokens, self.kv_heads, self.dv)
-        if self.name == "fa3":  # it reads them from the cache
-            real = len(self.lens) * self.width
-            self.pool.get_key_buffer(0)[slots[:real]] = k[:real].to(self.pool.get_key_buffer(0).dtype)
-            if not self.mla:
-                self.pool.get_value_buffer(0)[slots[:real]] = v[:real].to(self.pool.get_value_buffer(0).dtype)
+        real = len(self.lens) * self.width
+        for buffer, draft in ((self.pool.get_key_buffer(0), k), (self.pool.get_value_buffer(0), v)):  # SGLang's store is a CUDA kernel
+            buffer[slots[:real]] = draft[:real].to(buffer.dtype)
         seq_lens = torch.tensor(lens)
         batch = SimpleNamespace(
             forward_mode=mode, batch_size=len(lens), req_pool_indices=rows, seq_lens=seq_lens, seq_lens_cpu=seq_lens.clone(),
             seq_lens_sum=sum(lens), out_cache_loc=slots, out_cache_loc_is_physical=True, out_cache_loc_virtual=None,
             positions=spec.positions, spec_info=spec, spec_algorithm=SpeculativeAlgorithm.EAGLE, encoder_lens=None, mha_one_shot=False,
             attn_attend_prefix_cache=None, extend_seq_lens=None, extend_seq_lens_cpu=None, extend_prefix_lens=None,
-            extend_prefix_lens_cpu=None, extend_num_tokens=None, global_num_tokens_cpu=None, dcp_kv_mask=None, attn_cp_metadata=None,
+            extend_prefix_lens_cpu=None, extend_start_loc=None, extend_num_tokens=None, global_num_tokens_cpu=None, dcp_kv_mask=None, attn_cp_metadata=None,
             kv_loc_plan=None, masks=masks, q=self.normal(tokens, self.heads, self.dk), k=k, v=v,
         )  # fmt: skip
         return self.plan(batch)
