@@ -8,7 +8,6 @@ from flashmap.adapters import observe
 from flashmap.core import stats
 
 CLOSE = {"rtol": 0, "atol": 2e-5}
-IMPLS = ["torch_dense", "triton_splitkv"]
 
 
 def counts():
@@ -19,8 +18,7 @@ def left(code):
     return {("sglang", "left", code): 1}
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("page, impl", [(1, "torch_dense"), (16, "torch_dense"), (64, "torch_dense"), (16, "triton_splitkv")])
 @pytest.mark.parametrize("topk", [1, 4])
 @pytest.mark.parametrize("mla", [False, True], ids=["gqa", "mla"])
 def test_verify(installed, mla, topk, page, impl):
@@ -62,8 +60,7 @@ def test_a_tree_is_one_call_of_ours_and_none_of_sglangs(installed, monkeypatch, 
     assert called == [] and sgl_kernel and counts() == {("torch_dense", "routed", ""): 1}
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("page, impl", [(1, "torch_dense"), (16, "torch_dense"), (1, "triton_splitkv")])
 @pytest.mark.parametrize("topk", [1, 4])
 @pytest.mark.parametrize("mla", [False, True], ids=["gqa", "mla"])
 def test_draft_extend_has_a_fixed_width_whatever_was_accepted(installed, mla, topk, page, impl):
@@ -128,6 +125,16 @@ def test_sinks_and_soft_cap_of_a_tree(installed):
     sinks = torch.linspace(-2, 2, rig.heads)
     batch = rig.verify()
     torch.testing.assert_close(rig.forward(batch, sinks=sinks), rig.reference(batch, sinks), **CLOSE)
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("mla", [False, True], ids=["gqa", "mla"])
+def test_one_token_a_request(installed, mla, topk):
+    installed()
+    rig = Rig("fa3", mla=mla, topk=topk, width=1, steps=1)
+    batch = rig.verify()
+    torch.testing.assert_close(rig.forward(batch), rig.reference(batch), **CLOSE)
+    assert counts() == {("torch_dense", "routed", ""): 1}
 
 
 # -- what stays SGLang's ------------------------------------------------------------------------------------------------

@@ -252,10 +252,8 @@ def test_through_sglangs_loader_nothing_is_imported_before_sglang_does(run_pytho
     assert log.count("flashmap is active in SGLang's triton backend") == 1 and "target verify and draft extend" in log
 
 
-@pytest.mark.parametrize("variables", [{"FLASHMAP_DISABLE": "1"}, {"SGLANG_PLUGINS": "another"}], ids=lambda v: next(iter(v)))
-def test_off_by_a_variable(run_python, variables):
-    code = _LOAD.replace("ours.install().remove()", "ours._forget()")
-    (_, wrapped, *_), log = run_python(code, **variables)
+def test_off_by_a_variable(run_python):
+    (_, wrapped, *_), log = run_python(_LOAD, FLASHMAP_DISABLE="1")
     assert not wrapped and "flashmap is active" not in log
 
 
