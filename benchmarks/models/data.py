@@ -66,6 +66,7 @@ def text(tokens: Iterable[int]) -> str:
     return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
+@functools.cache
 def ngram_bits(order: int = 5, *, sample: int = 200_000) -> float:
     """Bits per byte of an interpolated n-gram model (Witten and Bell 1991) on held-out text, learnt from the rest."""
     train, test = stream(held_out=False).astype(np.int64), stream(held_out=True)[:sample].astype(np.int64)

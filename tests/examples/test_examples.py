@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(example: str) -> str:
     """The example's output, as its own process with this checkout importable."""
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # threads wait for each other where all cores are busy
     done = subprocess.run([sys.executable, f"examples/{example}"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -33,6 +33,15 @@ def test_call_it() -> None:
 def test_add_an_implementation() -> None:
     counts = dict(re.findall(r"^(ok|declined|failed): (\d+)$", run("02_add_an_implementation.py"), re.MULTILINE))
     assert int(counts["ok"]) > 5 and int(counts["declined"]) > 5 and counts["failed"] == "0"
+
+
+def test_tree_speculation() -> None:
+    found = re.findall(
+        r"^(.*): (\d+) steps of the target, (\S+) tokens a step, the same text$", run("03_tree_speculation.py"), re.MULTILINE
+    )
+    assert [title for title, _, _ in found] == ["no drafter", "chain of 6", "tree of 8"]
+    alone, chain, tree = (float(tokens) for _, _, tokens in found)
+    assert alone < 1.8 < chain < tree
 
 
 def test_it_registers_from_a_package_of_its_own(tmp_path: Path) -> None:
@@ -108,7 +117,7 @@ def test_every_variable_is_documented() -> None:
     assert [name for name in env.VARIABLES if f"`{name}`" not in text] == []
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/how-it-decides.md", "docs/add-an-implementation.md", "docs/engines.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/how-it-decides.md", "docs/add-an-implementation.md", "docs/engines.md", "benchmarks/models/README.md"])
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     links = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
