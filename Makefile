@@ -6,7 +6,7 @@ RUN = $(if $(PYTHON),$(PYTHON),$(error no Python >= 3.11 found: set PYTHON=/path
 .PHONY: help demo test lint bench setup clean
 
 help:
-	@echo "make demo    a DeepSeek-shaped model with MTP in the vLLM CPU engine, with the plugin; then the op's own table"
+	@echo "make demo    a small trained DeepSeek with MTP in the vLLM CPU engine, with the plugin and without; then the op's own table"
 	@echo "make test    lint, types and all tests that need no GPU"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the op against its peers; on a GPU, with the Python in PYTHON (ARGS=... are passed on)"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -229,10 +230,15 @@ def check(
 
 @app.command()
 @_errors_in_one_line
-def demo(json: Json = False) -> None:
+def demo(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a DeepSeek with an MTP layer.", show_default="the checkout's small one")
+    ] = None,
+    json: Json = False,
+) -> None:
     """A small DeepSeek-shaped model with MTP in vLLM on the CPU, with and without FlashMap; then the op's own table."""
     run = import_module("flashmap.demo").main  # imported here: it starts an engine
-    raise typer.Exit(run(json=json))
+    raise typer.Exit(run(json=json, model=model))
 
 
 @dataclass(slots=True)

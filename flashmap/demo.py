@@ -1,8 +1,9 @@
 """``flashmap demo``: a real engine with the plugin, and without it; then the op by itself. Needs no GPU.
 
-The first half writes a small DeepSeek-V3-shaped model with a multi-token-prediction layer and serves the same prompts three times
-with vLLM's CPU engine: without speculation, with speculation on vLLM's own kernels, and with speculation on
-FlashMap, which vLLM loads by itself through its plugin entry point. The second half times every implementation of the op.
+The first half serves the same prompts three times with vLLM's CPU engine, by a small trained DeepSeek-V3-shaped model with a
+multi-token-prediction layer (benchmarks/models of a checkout): without speculation, with speculation on vLLM's own kernels, and
+with speculation on FlashMap, which vLLM loads by itself through its plugin entry point. The second half times every
+implementation of the op.
 
 Each engine is a process of its own (``python -m flashmap.demo PLAN RESULT``), configured by environment variables that
 this file spells out. Nothing is kept afterwards.
@@ -16,7 +17,6 @@ import importlib.util
 import json as jsonlib
 import math
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -40,9 +40,16 @@ _ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-_DRAFT_TOKENS = 2
-_NEW_TOKENS = 32
-_PROMPT_LENGTHS = (4, 20, 60, 150)
+_DRAFT_TOKENS = 3
+_NEW_TOKENS = 72
+_MODEL = Path(__file__).resolve().parent.parent / "benchmarks" / "models" / "deepseek_v3_tiny"
+# What the small model has read is Python. The first one's continuation is shown.
+_PROMPTS = (
+    'for line in lines:\n    if line.startswith("#"):\n        continue\n    name, value = line.split("=", 1)\n    ',
+    "import os\nimport sys\nimport argparse\n\n\ndef main():\n    parser = argparse.",
+    "class Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(self, item):\n        self._items.",
+    "try:\n    import json\nexcept ImportError:\n    ",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +72,25 @@ _PLANS = (
 class EngineRow:
     """What one engine did. Counts are of attention calls, one for each layer and step, over all layers (the drafter's too).
 
-    ``left`` says why calls stayed with vLLM, by reason code. ``largest_difference`` is from vLLM's own kernel on the same input, over
+    ``steps`` are each request's verify steps, together. ``text`` is the first prompt's continuation. ``left`` says why calls stayed with vLLM, by reason code. ``largest_difference`` is from vLLM's own kernel on the same input, over
     all layers and steps; None where nothing was compared.
     """
 
     title: str
     seconds: float
+    text: str
+    steps: int
     drafted: int
     accepted: int
     routed: int
     left: dict[str, int]
     tokens_equal: bool
     largest_difference: float | None
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The target's own token and the accepted drafts, of a request's verify step; 1 without speculation."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +105,11 @@ class OpRow:
     declined: str = ""
 
 
-def main(json: bool = False) -> int:
-    """Both halves. ``json``: one JSON object on stdout, and progress on stderr. Returns 1 if tokens differ or the engine could not run."""
+def main(json: bool = False, model: Path | None = None) -> int:
+    """Both halves. ``json``: one JSON object on stdout, and progress on stderr. ``model``: the folder of a DeepSeek with an MTP layer,
+    if not the small one. Returns 1 if tokens differ or the engine could not run."""
     say = _Progress(sys.stderr if json else sys.stdout)
-    engines, problem = engine_rows(say)
+    engines, problem = engine_rows(say, model or _MODEL)
     say.note("\nThe op by itself: every implementation on a few shapes ...")
     ops = op_table()
     if json:
@@ -109,19 +124,21 @@ def main(json: bool = False) -> int:
 # -- the engine ---------------------------------------------------------------------------------------------------------
 
 
-def engine_rows(say: _Progress) -> tuple[list[EngineRow], str | None]:
+def engine_rows(say: _Progress, model: Path) -> tuple[list[EngineRow], str | None]:
     """Run the engines: (a row for each, None), or (what there is, what went wrong)."""
+    if not (model / "config.json").exists():
+        return [], (
+            f"The engine's half needs a model, and there is none in {model}: run the demo from a checkout, "
+            "which has a small one in benchmarks/models, or name the folder of a DeepSeek with an MTP layer: flashmap demo --model DIR."
+        )
     if importlib.util.find_spec("vllm") is None:
         return [], "The engine's half needs vLLM, which is not in this environment: `make demo` sets one up."
     if not importlib.metadata.entry_points(group="vllm.general_plugins", name="flashmap_verify"):
         return [], "vLLM cannot see the plugin: install the distribution flashmap-verify into this environment."
-    from flashmap.random_models import write
 
     rows: list[EngineRow] = []
     with tempfile.TemporaryDirectory(prefix="flashmap-demo-") as name:
         folder = Path(name)
-        with say.step("Writing a DeepSeek-V3-shaped model with random weights (2 layers, latent attention, experts, 1 MTP layer)"):
-            model = write("deepseek_v3", folder / "model", dtype="float32")
         first: list[list[int]] | None = None
         for number, plan in enumerate(_PLANS, start=1):
             with say.step(f"Engine {number} of {len(_PLANS)}: {plan.title}") as tell:
@@ -140,6 +157,8 @@ def _row(plan: _Plan, result: dict[str, Any], stats: Path, plain: list[list[int]
     return EngineRow(
         plan.title,
         result["seconds"],
+        result["text"],
+        result["steps"],
         result["drafted"],
         result["accepted"],
         report.total("routed"),
@@ -181,26 +200,23 @@ def _serve(task: dict[str, Any]) -> dict[str, Any]:
         speculative_config={"method": "mtp", "num_speculative_tokens": _DRAFT_TOKENS} if task["speculate"] else None,
         dtype="float32",  # tokens can then be compared: in bf16 the engine's own code paths break near-ties differently
         attention_backend="CPU_MLA",
-        skip_tokenizer_init=True,
         enforce_eager=True,
         enable_prefix_caching=False,
-        max_model_len=256,
+        max_model_len=512,
         max_num_seqs=4,
         seed=0,
         disable_log_stats=False,
     )
-    draw = random.Random(0)
-    prompts = [{"prompt_token_ids": [draw.randrange(3, 512) for _ in range(length)]} for length in _PROMPT_LENGTHS]
     start = time.monotonic()
-    outputs = llm.generate(
-        prompts, SamplingParams(temperature=0, max_tokens=_NEW_TOKENS, ignore_eos=True, detokenize=False), use_tqdm=False
-    )
+    outputs = llm.generate(list(_PROMPTS), SamplingParams(temperature=0, max_tokens=_NEW_TOKENS, ignore_eos=True), use_tqdm=False)
     seconds = time.monotonic() - start
     metrics = {m.name.rsplit("num_", 1)[-1]: getattr(m, "value", 0) for m in llm.get_metrics() if "spec_decode" in m.name}
     llm.llm_engine.engine_core.shutdown()
     return {
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+        "text": outputs[0].outputs[0].text,
         "seconds": seconds,
+        "steps": int(metrics.get("drafts", 0)),
         "drafted": int(metrics.get("draft_tokens", 0)),
         "accepted": int(metrics.get("accepted_tokens", 0)),
     }
@@ -343,8 +359,10 @@ class _Progress:
 
 def _show(engines: list[EngineRow], ops: list[OpRow]) -> None:
     if engines:
-        print("\nvLLM's CPU engine, greedy, fp32, 4 requests (calls: one for each layer and step, the MTP layer's too)\n")
-        heads = ("", "tokens", "drafts accepted", "verify calls", "left to vLLM (why)", "largest difference", "time")
+        print(f"\nThe first prompt, and what the model makes of it ({engines[-1].title}):\n")
+        print("\n".join(f"    {line}" for line in f"{_PROMPTS[0]}»{engines[-1].text.rstrip()}«".splitlines()))
+        print(f"\nvLLM's CPU engine, greedy, fp32, {len(_PROMPTS)} requests (calls: one for each layer and step, the MTP layer's too)\n")
+        heads = ("", "tokens", "tokens a step", "drafts accepted", "verify calls", "left to vLLM (why)", "largest difference", "time")
         _print_table(heads, [_engine_cells(row, first=row is engines[0]) for row in engines])
     print("\nThe op, bf16 (error: the largest, against the reference in fp32; * is what would be chosen here)\n")
     _print_table(("shape", "implementation", "ms", "error", ""), list(_op_cells(ops)))
@@ -356,6 +374,7 @@ def _engine_cells(row: EngineRow, *, first: bool) -> tuple[str, ...]:
     return (
         row.title,
         "the baseline" if first else "equal" if row.tokens_equal else "DIFFERENT",
+        f"{row.tokens_per_step:.2f}",
         f"{row.accepted} of {row.drafted} ({row.accepted / row.drafted:.0%})" if row.drafted else "-",
         f"{row.routed} of {verify} routed" if verify else "-",
         left,

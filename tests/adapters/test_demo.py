@@ -1,4 +1,4 @@
-"""The demo's own parts that need no engine: the op's table, what is printed, and the models it serves."""
+"""The demo's own parts that need no engine: the op's table, what is printed, and what it says where it has no model."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from flashmap import demo, random_models
+from flashmap import demo
 
 
 @pytest.fixture
@@ -30,34 +30,34 @@ def test_op_table(small):
 
 
 def row(title, **changes):
-    fields = dict(seconds=1.0, drafted=0, accepted=0, routed=0, left={}, tokens_equal=True, largest_difference=None)
+    fields = dict(seconds=1.0, text="pass", steps=0, drafted=0, accepted=0, routed=0, left={}, tokens_equal=True, largest_difference=None)
     return demo.EngineRow(title, **(fields | changes))
 
 
 @pytest.mark.parametrize("equal, code, word", [(True, 0, "equal"), (False, 1, "DIFFERENT")])
 def test_what_is_printed_and_the_exit_code(small, monkeypatch, capsys, equal, code, word):
-    rows = [row("plain"), row("fast", drafted=8, accepted=2, routed=6, left={"decode": 1}, tokens_equal=equal, largest_difference=1e-6)]
-    monkeypatch.setattr(demo, "engine_rows", lambda say: (rows, None))
+    rows = [
+        row("plain"),
+        row("fast", steps=4, drafted=8, accepted=2, routed=6, left={"decode": 1}, tokens_equal=equal, largest_difference=1e-6),
+    ]
+    monkeypatch.setattr(demo, "engine_rows", lambda say, model: (rows, None))
     assert demo.main() == code
     printed = capsys.readouterr().out
-    for text in (word, "2 of 8 (25%)", "6 of 6 routed", "1 decode", "1.0e-06", "torch_dense *"):
+    for text in (word, "»pass«", "1.50", "2 of 8 (25%)", "6 of 6 routed", "1 decode", "1.0e-06", "torch_dense *"):
         assert text in printed
 
 
 def test_json_is_all_of_stdout(small, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "engine_rows", lambda say: ([], "no engine here"))
+    monkeypatch.setattr(demo, "engine_rows", lambda say, model: ([], "no engine here"))
     assert demo.main(json=True) == 1
     printed = json.loads(capsys.readouterr().out)
     assert printed["problem"] == "no engine here" and printed["engine"] == [] and len(printed["op"]) >= 9
 
 
-def test_models_are_the_same_bytes_every_time(tmp_path):
-    pytest.importorskip("safetensors")
-    for name in random_models.MODELS:
-        one, two = (random_models.write(name, tmp_path / f"{name}{i}") for i in range(2))
-        content = (one / "model.safetensors").read_bytes()
-        assert content == (two / "model.safetensors").read_bytes()
-        assert len(content) < 10 << 20
-        assert json.loads((one / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    with pytest.raises(ValueError, match="deepseek_v3"):
-        random_models.write("gpt", tmp_path)
+def test_without_a_model_it_says_what_to_do(small, monkeypatch, tmp_path, capsys):
+    assert (demo._MODEL / "config.json").exists(), "the checkout has one"
+    for model in (None, tmp_path / "mine"):
+        monkeypatch.setattr(demo, "_MODEL", tmp_path / "nowhere")
+        assert demo.main(model=model) == 1
+        printed = capsys.readouterr().out
+        assert str(model or tmp_path / "nowhere") in printed and "flashmap demo --model DIR" in printed and "torch_dense *" in printed

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def python_path(tmp_path_factory) -> str:
-    """PYTHONPATH for engine processes: the implementation `zeros`, and our entry point where it is not installed."""
+    """PYTHONPATH for engine processes: the wrong implementations in site/, and our entry point where it is not installed."""
     places = [str(HERE / "site")]
     installed = importlib.metadata.entry_points(group="vllm.general_plugins", name="flashmap_verify")
     if not installed:
@@ -40,12 +41,12 @@ def python_path(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def run_engines(python_path, tmp_path_factory):
-    """A function: runs -> {name: result}, in one process that forks for each (run_engine.py)."""
+    """A function: runs, prompts -> {name: result}, in one process that forks for each (run_engine.py)."""
 
-    def run(runs: list[dict], timeout: float = 1200) -> dict[str, dict]:
+    def run(runs: list[dict], prompts: list[str], timeout: float = 1200) -> dict[str, dict]:
         out = tmp_path_factory.mktemp("engines")
         plan = out / "plan.txt"
-        plan.write_text(json.dumps({"out": str(out), "runs": runs}))
+        plan.write_text(json.dumps({"out": str(out), "prompts": prompts, "runs": runs}))
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHMAP_", "VLLM_"))}
         command = [sys.executable, str(HERE / "run_engine.py"), str(plan)]
         done = subprocess.run(command, env={**kept, "PYTHONPATH": python_path}, timeout=timeout, capture_output=True, text=True)
@@ -63,10 +64,20 @@ def run_engines(python_path, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory) -> dict[str, str]:
-    from flashmap.random_models import MODELS, write
+    """The small trained models, and the Llama without its last layer, which drafts for the whole one."""
+    from safetensors.torch import load_file, save_file
 
-    root = tmp_path_factory.mktemp("models")
-    return {name: str(write(name, root / name)) for name in MODELS}
+    from benchmarks.models import checkpoints
+
+    names = (checkpoints.DEEPSEEK, checkpoints.LLAMA, checkpoints.EAGLE, checkpoints.EAGLE3)
+    whole, cut = checkpoints.HERE / checkpoints.LLAMA, tmp_path_factory.mktemp("models") / "llama_tiny_cut"
+    shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((whole / "config.json").read_text())
+    last = config["num_hidden_layers"] - 1
+    (cut / "config.json").write_text(json.dumps(config | {"num_hidden_layers": last}))
+    weights = {k: w for k, w in load_file(whole / "model.safetensors").items() if not k.startswith(f"model.layers.{last}.")}
+    save_file(weights, cut / "model.safetensors", metadata={"format": "pt"})
+    return {name: str(checkpoints.HERE / name) for name in names} | {cut.name: str(cut)}
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,13 +1,12 @@
 """Runs vLLM engines for the tests: ``python run_engine.py PLAN.json``. vLLM is imported once, each engine gets a fork of it.
 
-The plan: {"out": directory, "runs": [{"name", "model": directory, "dtype", "speculative": vLLM's speculative_config or
-None, "env": {variable: value}, "phases": [{"name", "env"}], "install": backends to hook by hand or None}]}. A run's
+The plan: {"out": directory, "prompts": [text], "runs": [{"name", "model": directory, "dtype", "speculative": vLLM's speculative_config or
+None, "env": {variable: value}, "phases": [{"name", "env", "tokens"}], "install": backends to hook by hand or None}]}. A run's
 phases use one engine, one after the other. Results are {out}/{name}.json, what the engine printed is {out}/{name}.log.
 """
 
 import json
 import os
-import random
 import sys
 import time
 import traceback
@@ -24,15 +23,7 @@ ENGINE_ENV = {
 }
 # What every engine imports, in the order in which it does. It takes longer than all the rest.
 SLOW_IMPORTS = ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.deepseek_mtp")
-TOKENS = 20
-
-
-def prompts() -> list[dict]:
-    """Of different lengths, two of them repetitive, so that the n-gram drafter has something to find; request lengths then differ too."""
-    draw = random.Random(0)
-    plain = [[draw.randrange(3, 512) for _ in range(n)] for n in (3, 17, 40, 150)]
-    pattern = [draw.randrange(3, 512) for _ in range(5)]
-    return [{"prompt_token_ids": ids} for ids in (*plain, pattern * 5, pattern[:3] * 30)]
+TOKENS = 32  # new ones of each prompt, where a phase says nothing else
 
 
 def set_env(values: dict) -> None:
@@ -43,7 +34,7 @@ def set_env(values: dict) -> None:
             os.environ[name] = value
 
 
-def serve(run: dict) -> dict:
+def serve(run: dict, prompts: list[str]) -> dict:
     """Start the run's engine and go through its phases."""
     set_env({**ENGINE_ENV, **run.get("env", {})})
     result: dict = {"name": run["name"], "phases": {}, "hooked": [], "declined": []}
@@ -59,20 +50,20 @@ def serve(run: dict) -> dict:
         dtype=run["dtype"],
         speculative_config=run["speculative"],
         attention_backend=run["backend"],
-        skip_tokenizer_init=True,
         enforce_eager=True,
         enable_prefix_caching=False,
-        max_model_len=256,
+        max_model_len=512,
         max_num_seqs=4,
         seed=0,
         disable_log_stats=False,
     )
     result["start_s"] = time.monotonic() - started
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     for phase in run["phases"]:
         set_env(phase.get("env", {}))
-        outputs = llm.generate(prompts(), sampling, use_tqdm=False)
+        sampling = SamplingParams(temperature=0, max_tokens=phase.get("tokens", TOKENS), ignore_eos=True)
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
         found = {"tokens": [list(o.outputs[0].token_ids) for o in outputs], "report": take_report()}
+        found |= {"prompts": [list(o.prompt_token_ids) for o in outputs], "texts": [o.outputs[0].text for o in outputs]}
         found["metrics"] = {m.name: m.value for m in llm.get_metrics() if "spec_decode" in m.name and hasattr(m, "value")}
         result["phases"][phase["name"]] = found
     if "flashmap.adapters.vllm" in sys.modules:
@@ -118,7 +109,7 @@ def main() -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         try:
-            result = serve(run)
+            result = serve(run, plan["prompts"])
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
