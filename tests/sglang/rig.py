@@ -232,14 +232,15 @@ class Graph:
         rig.backend.init_cuda_graph_state(batch.batch_size, batch.batch_size * rig.width)
 
     def capture(self):
-        from flashmap.adapters.sglang import serve, translate
+        from flashmap.adapters import serving
+        from flashmap.adapters.sglang import translate
 
         batch, backend = self.static, self.rig.backend
         batch.seq_lens.fill_(1)
         batch.req_pool_indices.zero_()
         self.rig.plan(batch)
         self.calls, self.made = [], []
-        run, make = serve.verify_attention, translate.Tree.of
+        run, make = serving.verify_attention, translate.Tree.of
 
         def noted(*args, **kwargs):
             self.calls.append((args, kwargs))
@@ -251,7 +252,7 @@ class Graph:
             return tree
 
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        with mock.patch.object(serve, "verify_attention", noted), mock.patch.object(translate.Tree, "of", noted_tree):
+        with mock.patch.object(serving, "verify_attention", noted), mock.patch.object(translate.Tree, "of", noted_tree):
             backend.init_forward_metadata_in_graph(batch)
             self.out = self.rig.forward(batch, metadata=False)
         self.run, self.make = run, make

@@ -227,10 +227,10 @@ def test_a_kernel_that_was_not_reached_is_told(installed, caplog):
 
 
 def test_all_that_a_capture_needs_is_made_before_for_the_largest_batch(installed, monkeypatch):
-    from flashmap.adapters.sglang import serve
+    from flashmap.adapters import serving
 
     made = []
-    monkeypatch.setattr(serve, "prepare", lambda request, limits, **more: made.append((request.num_requests, request.mask, limits)))
+    monkeypatch.setattr(serving, "prepare", lambda request, limits, **more: made.append((request.num_requests, request.mask, limits)))
     installed()
     rig = Rig("triton")
     rig.forward(rig.verify())
@@ -238,14 +238,14 @@ def test_all_that_a_capture_needs_is_made_before_for_the_largest_batch(installed
     rig.backend.init_cuda_graph_state(16, 16 * rig.width)
     for batch in (rig.verify(), rig.verify(), rig.draft_extend()):
         rig.forward(batch)
-    limits = serve.Limits(16, rig.width, 192)
+    limits = serving.Limits(16, rig.width, 192)
     assert made == [(1, "full", limits), (1, None, limits)]
 
 
 def test_what_a_capture_lacks_is_no_error(installed, monkeypatch, caplog):
     from dataclasses import replace
 
-    from flashmap.adapters.sglang import serve
+    from flashmap.adapters import serving
     from flashmap.core import Declined
     from flashmap.core.interface import Reason
 
@@ -256,12 +256,12 @@ def test_what_a_capture_lacks_is_no_error(installed, monkeypatch, caplog):
     def lacks(*args, **kwargs):
         raise Declined("triton_splitkv", (Reason("scratch", "no scratch"),))
 
-    known = serve.DeviceInfo.of(torch.device("cpu"))
-    monkeypatch.setattr(serve, "verify_attention", lacks)
+    known = serving.DeviceInfo.of(torch.device("cpu"))
+    monkeypatch.setattr(serving, "verify_attention", lacks)
     installed("triton_splitkv")
     with pytest.raises(Declined):
         rig.forward(batch)
-    monkeypatch.setattr(serve.DeviceInfo, "of", lambda device: replace(known, capturing=True))
+    monkeypatch.setattr(serving.DeviceInfo, "of", lambda device: replace(known, capturing=True))
     stats.reset()
     assert torch.equal(rig.forward(batch), theirs)
     assert counts() == left("scratch") and "no scratch" in caplog.text
@@ -289,7 +289,7 @@ def test_the_log_says_once_who_serves_which_role(installed, caplog):
         rig = Rig("triton")
         for batch in (rig.verify(), rig.verify(), rig.draft_extend()):
             rig.forward(batch)
-    lines = [r.getMessage() for r in caplog.records if r.name == "flashmap.adapters.sglang.serve"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "flashmap.adapters.serving"]
     assert [line.split(": GQA")[0] for line in lines] == ["flashmap: sglang.triton, target verify", "flashmap: sglang.triton, draft extend"]
     assert all(line.endswith("-> torch_dense") for line in lines)
 

@@ -18,18 +18,10 @@ from typing import Any
 
 import torch
 
-from flashmap.core.inputs import KVCache, PagedKV, SlotKV, TreeMask
+from flashmap.adapters.serving import Batch
+from flashmap.core.inputs import PagedKV, SlotKV, TreeMask
 
 _QUERY = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """One call of the op: ``verify_attention(q, kv, **arguments)``."""
-
-    q: torch.Tensor
-    kv: KVCache
-    arguments: Mapping[str, Any]
 
 
 # -- triton: the prefix as lists of token slots, the draft tokens' K and V beside it -------------------------------------
