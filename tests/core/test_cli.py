@@ -323,10 +323,11 @@ def test_check_refuses_a_bad_value_in_one_line(options: list[str]) -> None:
 
 def test_demo_passes_its_exit_code_on(monkeypatch: pytest.MonkeyPatch) -> None:
     demo = types.ModuleType("flashmap.demo")
-    demo.main = lambda *, json: 3 if json else 0  # type: ignore[attr-defined]
+    demo.main = lambda *, json, model: 3 if json else 4 if model == Path("mine") else 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashmap.demo", demo)
     assert runner.invoke(app, ["demo"]).exit_code == 0
     assert runner.invoke(app, ["demo", "--json"]).exit_code == 3
+    assert runner.invoke(app, ["demo", "--model", "mine"]).exit_code == 4
 
 
 # -- the command itself -------------------------------------------------------------------------------------------------

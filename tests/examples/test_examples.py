@@ -117,7 +117,9 @@ def test_every_variable_is_documented() -> None:
     assert [name for name in env.VARIABLES if f"`{name}`" not in text] == []
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/how-it-decides.md", "docs/add-an-implementation.md", "docs/engines.md", "benchmarks/models/README.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/how-it-decides.md", "docs/add-an-implementation.md", "docs/engines.md", "benchmarks/models/README.md"]
+)
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     links = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
