@@ -81,10 +81,14 @@ def model_dirs(tmp_path_factory) -> dict[str, str]:
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The largest difference from vLLM's kernel in each engine run, over all layers and steps."""
-    found = [(r.nodeid.split("[")[-1].rstrip("]"), dict(r.user_properties)) for r in terminalreporter.stats.get("passed", [])]
-    found = [(name, properties["largest"]) for name, properties in found if "largest" in properties]
-    if found:
-        terminalreporter.section("largest difference from vLLM's own kernel")
-        for name, largest in found:
-            terminalreporter.write_line(f"{name:<24} {largest:.1e}")
+    """Of each engine run: the largest difference from vLLM's kernel, over all layers and steps, and what a verify step gives."""
+    passed = [(r.nodeid.split("[")[-1].rstrip("]"), dict(r.user_properties)) for r in terminalreporter.stats.get("passed", [])]
+    for key, title, form in (
+        ("largest", "largest difference from vLLM's own kernel", ".1e"),
+        ("tokens_per_step", "tokens a verify step of a request", ".2f"),
+    ):
+        found = [(name, properties[key]) for name, properties in passed if key in properties]
+        if found:
+            terminalreporter.section(title)
+            for name, value in found:
+                terminalreporter.write_line(f"{name:<24} {value:{form}}")
