@@ -16,8 +16,8 @@ H200 = DeviceInfo.known("sm90")
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-30-h200-op.jsonl"
 
 
-def measured() -> list[tuple[VerifyRequest, float, float]]:
-    """(request, µs of ours, µs of FlashAttention 3) of each point where both were measured."""
+def measured(peer: str = "fa3") -> list[tuple[VerifyRequest, float, float]]:
+    """(request, µs of ours, µs of the peer) of each point where both were measured."""
     times: dict[tuple[object, ...], dict[str, float]] = {}
     for line in RESULTS.read_text().splitlines():
         r = json.loads(line)
@@ -25,7 +25,7 @@ def measured() -> list[tuple[VerifyRequest, float, float]]:
             times.setdefault((r["shape"], r["bs"], r["L"], r["ctx"], r["mask"]), {})[r["who"]] = r["us"]
     found = []
     for (shape, requests, length, _, mask), who in times.items():
-        theirs = who.get("fa3" if mask == "chain" else "fa3_cascade")
+        theirs = who.get(peer if mask == "chain" else f"{peer}_cascade")
         if theirs is None or "ours:auto" not in who:
             continue
         latent = shape.startswith("mla")
@@ -47,8 +47,28 @@ def test_what_goes_to_ours_was_not_slower_anywhere_in_the_results() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kernel", "peer", "latent", "fewest"),
+    [("vllm.flash_attn", "fa3", False, 5), ("vllm.flash_attn_mla", "fa3", True, 0), ("vllm.flashmla", "flashmla", True, 2)],
+)
+def test_chains_that_go_to_ours_in_vllm(kernel: str, peer: str, latent: bool, fewest: int) -> None:
+    points = [p for p in measured(peer) if p[0].latent == latent and p[0].mask is None]
+    assert len(points) >= 16
+    routed = [(ours, theirs) for request, ours, theirs in points if engines.faster(kernel, request, H200) is None]
+    assert len(routed) == fewest or len(routed) > fewest > 0
+    assert all(ours <= 1.01 * theirs for ours, theirs in routed)
+
+
+@pytest.mark.parametrize(
     ("kernel", "arch", "faster"),
-    [("sglang.fa3", "sm90", True), ("sglang.fa3", "sm100", True), ("sglang.triton", "sm90", False), ("vllm", "sm90", False)],
+    [
+        ("sglang.fa3", "sm90", True),
+        ("sglang.fa3", "sm100", True),
+        ("sglang.triton", "sm90", False),
+        ("vllm.triton_attn", "sm90", False),
+        ("vllm.triton_mla", "sm90", False),
+        ("vllm.flash_attn_mla", "sm90", True),
+        ("vllm.flashmla", "sm100", True),
+    ],
 )
 def test_which_kernels_and_devices(kernel: str, arch: str, faster: bool) -> None:
     chain = VerifyRequest(16, 1, 576, 512, max_query_len=4, latent=True)
