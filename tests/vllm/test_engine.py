@@ -57,7 +57,6 @@ def plan(model_dirs, tmp_path_factory):
         run("deepseek-mtp3", mtp(3), env=DENSE, phases=[ZEROS, ANOTHER]),
         run("deepseek-mtp3-automatic", mtp(3)),
         run("llama-eagle-bf16", eagle, dtype="bfloat16", env=DENSE),
-        run("llama-eagle3-bf16", eagle3, dtype="bfloat16", env=DENSE),
         run("deepseek-mtp3-bf16", mtp(3), dtype="bfloat16", env=DENSE),
         run("llama-ngram-apart", NGRAM, env=apart("llama-ngram-apart")),
         run("deepseek-mtp3-apart", mtp(3), env=apart("deepseek-mtp3-apart")),
@@ -100,7 +99,7 @@ def tokens_per_step(results, name):
 
 ROUTED = ["llama-ngram", "llama-draft", "llama-eagle", "llama-eagle3", "deepseek-mtp1", "deepseek-mtp3"]
 APART = ["llama-ngram-apart", "deepseek-mtp3-apart"]
-BF16 = ["llama-eagle-bf16", "llama-eagle3-bf16", "deepseek-mtp3-bf16"]
+BF16 = ["llama-eagle-bf16", "deepseek-mtp3-bf16"]
 OTHERS_OFF = ["llama-ngram-off", "llama-eagle-off", "llama-eagle3-off", "deepseek-mtp3-off"]
 LAYERS = {"llama-ngram": 8, "llama-draft": 15, "llama-eagle": 9, "llama-eagle3": 9, "deepseek-mtp1": 4, "deepseek-mtp3": 4}
 
