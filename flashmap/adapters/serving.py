@@ -40,6 +40,7 @@ class Serving:
         self.engine, self.title = engine, title
         self._prepared: set[tuple[VerifyRequest, Limits, str]] = set()
         self._told: set[tuple[str, ...]] = set()
+        self._accepted: dict[VerifyRequest, bool] = {}
 
     def left(self, kernel: str, role: str, code: str, text: str = "", level: int = logging.INFO) -> None:
         """The engine's own kernel keeps a call."""
@@ -58,6 +59,21 @@ class Serving:
             kind = dispatch.request_class(request)
             self.left(kernel, role, decision.reasons[0].code, f"{kind}: {decision.reasons[0]}")
         return decision.winner
+
+    def accepts(self, request: VerifyRequest, batch: Batch, kernel: str, role: str, out: torch.Tensor) -> bool:
+        """Whether the op takes ``batch``, whose static facts are ``request``: asked once for each kind, said once in the log."""
+        known = self._accepted.get(request)
+        if known is None:
+            try:
+                found = VerifyRequest.of(batch.q, batch.kv, out=out, **batch.arguments)
+                known = replace(found, max_kv_len=request.max_kv_len) == request  # a batch may be shown with fewer pages
+                text = f"the op sees {found}, not {request}"
+            except (TypeError, ValueError) as error:
+                known, text = False, str(error)
+            self._accepted[request] = known
+            if not known:
+                self.tell(logging.WARNING, kernel, role, "input", text)
+        return known
 
     def run(self, batch: Batch, winner: str, kernel: str, role: str, out: torch.Tensor) -> bool:
         """Write ``winner``'s output into ``out``; False, counted: it lacks something under capture and the engine has to do it."""
@@ -89,6 +105,7 @@ class Serving:
         """What was prepared and told: for an installation that is removed."""
         self._prepared.clear()
         self._told.clear()
+        self._accepted.clear()
 
 
 def checking(device: torch.device) -> bool:

@@ -35,9 +35,8 @@ CACHE = torch.zeros(5, 2, 4, 16)
         (None, {}, {}, None),
         (None, {"sliding_window": 5, "logits_soft_cap": 3.0, "sinks": torch.zeros(4)}, {}, None),
         ("attn_type", {"attn_type": "encoder_only"}, {}, None),
-        ("decode", {}, {"max_query_len": 1}, None),
-        (None, {}, {"max_query_len": 64}, None),
-        ("prefill", {}, {"max_query_len": 65}, None),
+        ("chunked", {"chunk_lookback": 2}, {}, None),
+        (None, {"chunk_lookback": -1}, {}, None),
         ("non_causal", {}, {"causal": False}, None),
         ("non_causal", {}, {"causal": torch.tensor([True])}, None),
         ("non_causal", {}, {"dynamic_causal": torch.tensor([True])}, None),
@@ -48,13 +47,74 @@ CACHE = torch.zeros(5, 2, 4, 16)
     ],
 )
 def test_why_a_dense_call_is_left(code, impl, meta, scale):
-    assert translate.dense_reason(dense(**impl), Q, CACHE, metadata(**meta), scale) == code
+    assert translate.dense_reason(dense(**impl), Q, CACHE, metadata(**meta), Q, scale) == code
+
+
+@pytest.mark.parametrize(
+    "code, length, lengths",
+    [
+        ("decode", 1, None), (None, 2, None), (None, 64, None), ("prefill", 65, None), ("prefill", 2, ()), (None, 4, (4,)), ("prefill", 5, (4,)),
+        (None, 5, (4, 5)), ("prefill", 6, (4, 5)),
+    ],
+)  # fmt: skip
+def test_lengths_that_are_left(code, length, lengths):
+    assert translate.length_reason(length, lengths) == code
+
+
+@pytest.mark.parametrize(
+    "lengths, config",
+    [
+        ((), None), ((), {"num_speculative_tokens": None}), ((4,), {"num_speculative_tokens": 3, "method": "mtp"}), ((64,), {"num_speculative_tokens": 63}),
+        ((4, 5), {"num_speculative_tokens": 3, "method": "draft_model"}), ((4, 7), {"num_speculative_tokens": 3, "parallel_drafting": True}),
+        ((), {"num_speculative_tokens": 64}),
+    ],
+)  # fmt: skip
+def test_the_lengths_of_verify_batches(lengths, config):
+    assert translate.lengths(config and SimpleNamespace(**config)) == lengths
+
+
+def test_a_batch_is_shown_with_one_of_few_bounds():
+    assert [translate.bound(n, (4, 7)) for n in range(1, 9)] == [4, 4, 4, 4, 7, 7, 7, None]
+    assert [translate.bound(n, None) for n in (3, 64, 65)] == [3, 64, None]
+
+
+@pytest.mark.parametrize(
+    "widths, part",
+    [
+        ([4, 1, 3, 90, 2], (3, 8, 4, 100)), ([90, 4], None), ([1, 1, 90], None), ([4, 4], None), ([4, 0, 90], (2, 4, 4, 94)), ([2, 5], (1, 2, 2, 7)),
+    ],
+)  # fmt: skip
+def test_the_verify_requests_of_a_mixed_batch(widths, part):
+    starts = torch.tensor([0, *widths]).cumsum(0)
+    assert translate.Part.of(starts, (4,)) == (part and translate.Part(*part))
+
+
+def test_metadata_that_is_not_known_is_left():
+    from dataclasses import make_dataclass
+
+    known = make_dataclass(
+        "Metadata", ["max_query_len", "causal", ("mm_ranges", object, None), ("use_it", bool, False), ("seq_threshold_3D", int, 9)]
+    )
+    assert translate.dense_reason(dense(), Q, CACHE, known(3, True), Q, None) is None
+    assert translate.dense_reason(dense(), Q, CACHE, known(3, True, mm_ranges={0: [1]}), Q, None) == "argument"
+    assert translate.dense_reason(dense(), Q, CACHE, known(3, True, use_it=True), Q, None) == "argument"
 
 
 def test_dtypes_that_are_left():
-    assert translate.dense_reason(dense(), Q.to(torch.float8_e4m3fn), CACHE, metadata(), None) == "query_dtype"
-    assert translate.dense_reason(dense(), Q.half(), CACHE, metadata(), None) == "kv_dtype"
-    assert translate.dense_reason(dense(), Q, CACHE, None, None) == "metadata"
+    half, fp8, e5m2, raw = torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
+    for code, dtypes in (
+        (None, (half, half, half, "auto")), (None, (half, half, raw, "fp8")), (None, (fp8, half, fp8, "fp8_e4m3")), (None, (half, half, half, "float16")),
+        ("query_dtype", (fp8, half, half, "auto")), ("query_dtype", (fp8, fp8, fp8, "fp8")), ("query_dtype", (half, torch.float32, half, "auto")),
+        ("kv_dtype", (half, half, torch.bfloat16, "bfloat16")), ("kv_dtype", (half, half, e5m2, "fp8_e5m2")), ("kv_dtype", (half, half, raw, "fp8_per_token_head")),
+        ("kv_dtype", (half, half, half, "int8_per_token_head")),
+    ):  # fmt: skip
+        assert translate.dtype_reason(*dtypes) == code, dtypes
+
+
+def test_a_quantised_query_is_multiplied_out():
+    q = torch.linspace(-4, 4, 12).view(3, 4).to(torch.float8_e4m3fn)
+    torch.testing.assert_close(translate.plain_query(q, torch.float32, torch.tensor(0.25)), q.float() / 4)
+    assert translate.plain_query(Q, torch.float32, torch.tensor(0.25)) is Q
 
 
 @pytest.mark.parametrize("size, distance", [(None, None), (-1, None), (1, 0), (4096, 4095), ((-1, -1), None), ((127, 0), 127)])
@@ -64,7 +124,10 @@ def test_window(size, distance):
 
 def test_the_request_of_a_dense_call_is_what_the_op_sees():
     impl, meta = dense(sliding_window=4, logits_soft_cap=2.0, sinks=torch.zeros(4)), metadata()
-    request = translate.dense_request(impl, Q, CACHE, meta)
+    assert translate.window(impl, metadata(sliding_window=(-1, -1))) is None, "the metadata's is the one that the kernel takes"
+    request = translate.dense_request(
+        impl, Q.dtype, num_requests=2, max_query_len=3, page_size=4, max_kv_len=12, window=translate.window(impl, meta)
+    )
     assert (request.heads, request.kv_heads, request.head_dim, request.num_requests, request.max_query_len) == (4, 2, 8, 2, 3)
     assert (request.page_size, request.max_kv_len, request.window, request.draft) == (4, 12, 3, "cache")
     assert set(request.features()) == {"window", "sinks", "softcap"}
@@ -130,7 +193,7 @@ def test_the_pages_of_a_batch_are_gathered_and_stale_entries_followed_nowhere():
     for page in range(5):
         write(k[page], v[page], cache[page : page + 1], torch.arange(4))
     meta = metadata()
-    kv = translate.dense_kv(cache, layout, meta)
+    kv = translate.gathered_kv(cache, layout, meta.block_table, meta.seq_lens, meta.max_seq_len)
     starts = torch.tensor([0, 3, 5], dtype=torch.int32)
     q = torch.randn(5, 4, 8)
     got = verify_attention(q, kv, cu_seqlens_q=starts, max_query_len=3, impl="reference")
@@ -160,22 +223,28 @@ def latent_metadata(**changes):
 
 
 @pytest.mark.parametrize(
-    "code, changes, bound",
+    "code, impl, changes",
     [
-        (None, {}, 3),
-        ("decode", {"num_decode_tokens": 2}, 3),
-        ("decode", {}, 1),
-        ("prefill", {}, 65),
-        ("non_causal", {"causal": False}, 3),
+        (None, {}, {}),
+        ("non_causal", {}, {"causal": False}),
+        ("dcp", {"dcp_world_size": 2}, {}),
+        ("lse", {"need_to_return_lse_for_decode": True}, {}),
     ],
 )
-def test_why_a_latent_call_is_left(code, changes, bound):
-    cache = torch.zeros(3, 4, 8)
-    assert translate.latent_reason(LATENT, torch.float32, cache, latent_metadata(**changes), bound) == code
-    spread = SimpleNamespace(**(vars(LATENT) | {"dcp_world_size": 2}))
-    assert translate.latent_reason(spread, torch.float32, cache, latent_metadata(), 3) == "dcp"
-    assert translate.latent_reason(LATENT, torch.float8_e4m3fn, cache, latent_metadata(), 3) == "query_dtype"
-    assert translate.latent_reason(LATENT, torch.float16, cache, latent_metadata(), 3) == "kv_dtype"
+def test_why_a_latent_call_is_left(code, impl, changes):
+    impl = SimpleNamespace(**(vars(LATENT) | impl))
+    assert translate.latent_reason(impl, torch.float32, torch.float32, torch.zeros(3, 4, 8), latent_metadata(**changes)) == code
+    before = latent_metadata()
+    del before.causal  # vLLM 0.26
+    assert translate.latent_reason(LATENT, torch.float32, torch.float32, torch.zeros(3, 4, 8), before) is None
+
+
+def test_the_bound_of_the_requests_that_are_decoded():
+    assert translate.latent_bound(latent_metadata(max_query_len=90), 4) == 4
+    assert translate.latent_bound(latent_metadata(max_query_len=3), 512) == 3
+    mixed = latent_metadata(max_query_len=90)
+    mixed.decode.max_query_len = 3  # FLASH_ATTN_MLA
+    assert translate.latent_bound(mixed, 512) == 3
 
 
 def test_row_by_row_is_the_same_batch_with_one_token_a_request():
@@ -185,6 +254,7 @@ def test_row_by_row_is_the_same_batch_with_one_token_a_request():
     want = verify_attention(q, translate.latent_kv(LATENT, cache, meta.decode), cu_seqlens_q=starts, max_query_len=3, impl="reference")
     table, lens = translate.row_by_row(meta, 5)
     assert lens.tolist() == [4, 5, 6, 2, 3] and lens.dtype == torch.int32
+    assert translate.row_by_row(meta, 8)[1].tolist() == [4, 5, 6, 2, 3, 0, 0, 0], "a graph's filling"
     single = SimpleNamespace(block_table=table, seq_lens=lens)
     kv = translate.latent_kv(LATENT, cache, single)
     got = verify_attention(q, kv, cu_seqlens_q=torch.arange(6), max_query_len=1, impl="reference")

@@ -2,7 +2,8 @@
 
 vLLM loads ``register`` in every process that it starts (entry point ``flashmap_verify`` of ``vllm.general_plugins``).
 It overrides vLLM's backends by subclasses that are registered under the same name; what they do not serve stays with the
-class that they are derived from. Nothing here may raise into the engine, unless FLASHMAP_STRICT=1.
+class that they are derived from. Those for CUDA are registered by paths that import nothing before vLLM selects one (gate.py): most of
+its processes run no attention. Nothing here may raise into the engine, unless FLASHMAP_STRICT=1.
 """
 
 from __future__ import annotations
@@ -11,64 +12,27 @@ import functools
 import logging
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from flashmap import env
 from flashmap.adapters import observe
-from flashmap.adapters.patching import OWNER, Contract, Hook, Installation, broken, probe, set_for_children, strict
+from flashmap.adapters.patching import OWNER, Hook, Installation, broken, probe, set_for_children, strict
+from flashmap.adapters.vllm import gate
+from flashmap.adapters.vllm.contracts import COMMON, CONTRACTS
+from flashmap.adapters.vllm.serve import SERVING
 from flashmap.core.dispatch import Policy
 from flashmap.core.interface import Reason
 
 logger = logging.getLogger(__name__)
 
-_REGISTRY = "vllm.v1.attention.backends.registry"
-_CPU_ATTN = "vllm.v1.attention.backends.cpu_attn"
-_CPU_MLA = "vllm.v1.attention.backends.mla.cpu_mla"
-_MLA = "vllm.model_executor.layers.attention.mla_attention"
-
-# Our class for each backend of vLLM's, by the path that vLLM imports once it selects the backend.
-BACKENDS = {
+# Our class for each backend of vLLM's, by the path that vLLM's registry imports, and by the platform that has the backend.
+CPU = {
     "CPU_ATTN": "flashmap.adapters.vllm.cpu_attn.FlashMapCPUAttentionBackend",
     "CPU_MLA": "flashmap.adapters.vllm.cpu_mla.FlashMapCPUMLABackend",
 }
-
-_COMMON = (
-    Contract(f"{_REGISTRY}:register_backend", ("backend", "class_path")),
-    Contract(f"{_REGISTRY}:AttentionBackendEnum.get_path"),
-    Contract(f"{_REGISTRY}:AttentionBackendEnum.is_overridden"),
-    Contract(f"{_REGISTRY}:AttentionBackendEnum.clear_override"),
-)
-CONTRACTS = {
-    "CPU_ATTN": (
-        Contract(f"{_REGISTRY}:AttentionBackendEnum.CPU_ATTN"),
-        Contract(f"{_CPU_ATTN}:CPUAttentionBackend.get_impl_cls"),
-        Contract(f"{_CPU_ATTN}:CPUAttentionBackendImpl.do_kv_cache_update", ("layer", "key", "value", "kv_cache", "slot_mapping")),
-        Contract(
-            f"{_CPU_ATTN}:CPUAttentionBackendImpl.forward",
-            ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale"),
-        ),
-        Contract(
-            f"{_CPU_ATTN}:CPUAttentionMetadata",
-            fields=("num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens", "block_table", "causal"),
-        ),
-    ),
-    "CPU_MLA": (
-        Contract(f"{_REGISTRY}:AttentionBackendEnum.CPU_MLA"),
-        Contract(f"{_CPU_MLA}:CPUMLABackend.get_impl_cls"),
-        Contract(f"{_CPU_MLA}:CPUMLABackend.get_builder_cls"),
-        Contract(f"{_CPU_MLA}:CPUMLAImpl.forward_mqa", ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")),
-        Contract(f"{_CPU_MLA}:CPUMLAImpl.forward_mha", ("attn_metadata",)),
-        Contract(f"{_MLA}:QueryLenSupport.VARLEN"),
-        Contract(f"{_MLA}:MLACommonMetadataBuilder.query_len_support"),
-        Contract(f"{_MLA}:MLACommonMetadataBuilder.reorder_batch_threshold"),
-        Contract(
-            f"{_MLA}:MLACommonMetadata",
-            fields=("num_decodes", "num_decode_tokens", "max_query_len", "query_start_loc", "causal", "prefill", "decode"),
-        ),
-        Contract(f"{_MLA}:MLACommonDecodeMetadata", fields=("block_table", "seq_lens")),
-        Contract(f"{_MLA}:MLACommonPrefillMetadata", fields=("max_query_len", "chunked_context")),
-    ),
-}
+CUDA = {name: f"{gate.__name__}.{name}" for name in gate.OURS}
+BACKENDS = CPU | CUDA
 
 _installation: Installation | None = None
 _decided: set[str] = set()  # the backends that are hooked, or were declined
@@ -88,8 +52,8 @@ def install(backends: Iterable[str] | None = None) -> Installation:
     """Hook FlashMap into vLLM in this process. Idempotent: what is hooked stays, and is listed again.
 
     Args:
-        backends: names of vLLM backends, keys of ``BACKENDS``; None: FLASHMAP_VLLM_BACKENDS, or else all. Given here,
-            they also become the choice of the processes that vLLM starts, where the entry point installs.
+        backends: names of vLLM backends, keys of ``BACKENDS``; None: FLASHMAP_VLLM_BACKENDS, or else all that this
+            platform has. Given here, they also become the choice of the processes that vLLM starts, where the entry point installs.
 
     Returns:
         What was hooked, what was declined and why. Install before the model is built: vLLM chooses a layer's backend
@@ -103,7 +67,7 @@ def install(backends: Iterable[str] | None = None) -> Installation:
     env.configure_logging()
     if env.get("FLASHMAP_DISABLE"):
         return Installation("vllm", declined=(Reason("disabled", "FLASHMAP_DISABLE is set", "unset FLASHMAP_DISABLE"),))
-    wanted = tuple(dict.fromkeys(backends if backends is not None else env.get("FLASHMAP_VLLM_BACKENDS") or BACKENDS))
+    wanted = tuple(dict.fromkeys(backends if backends is not None else env.get("FLASHMAP_VLLM_BACKENDS") or _of(_platform())))
     unknown = [name for name in wanted if name not in BACKENDS]
     if unknown:
         raise ValueError(f"no vLLM backend {unknown[0]!r} can be hooked: choose among {', '.join(BACKENDS)}")
@@ -128,13 +92,10 @@ def install(backends: Iterable[str] | None = None) -> Installation:
 
 def _hook(name: str) -> Hook | Reason:
     """Override one backend by ours, or say why not."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return Reason(
-            "platform", f"{name}: vLLM runs on {current_platform.device_type}, and this version of FlashMap serves its CPU backends alone"
-        )
-    missing = probe((*_COMMON, *CONTRACTS[name]))
+    platform = _platform()
+    if name not in _of(platform):
+        return Reason("platform", f"{name}: vLLM runs on {platform}, which has no such backend for FlashMap to serve")
+    missing = probe((*COMMON, *(CONTRACTS[name] if name in CPU else ())))  # a CUDA backend is probed once vLLM imports it
     if missing:
         return broken(name, missing)
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -155,6 +116,35 @@ def _hook(name: str) -> Hook | Reason:
         "verify batches of speculative decoding go to FlashMap's op",
         functools.partial(_restore, member, before),
     )
+
+
+def _platform() -> str:
+    """ "cpu", "cuda", or what else vLLM runs on."""
+    from vllm.platforms import current_platform
+
+    return "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else str(current_platform.device_type)
+
+
+def _of(platform: str) -> dict[str, str]:
+    return {"cpu": CPU, "cuda": CUDA}.get(platform, {})
+
+
+def examine() -> Installation:
+    """What will be hooked once vLLM selects its backends: installs, and probes their contracts. For ``flashmap doctor``."""
+    installation = install()
+    found = []
+    for name in gate.OURS:
+        if not any(hook.target == _target(name) for hook in installation.hooked):
+            continue
+        try:
+            getattr(gate, name)
+        except Exception as error:  # not for this machine: vLLM will not choose it here either
+            found.append(Reason("platform", f"{name}: it cannot be imported here ({type(error).__name__}: {error})"))
+    lost = (*found, *gate.declined.values())
+    hooked = tuple(
+        hook for hook in installation.hooked if not any(r.text.startswith(hook.target.removeprefix(_TARGET) + ":") for r in lost)
+    )
+    return replace(installation, hooked=hooked, declined=(*installation.declined, *lost))
 
 
 def _restore(member: Any, before: str | None) -> None:
@@ -193,7 +183,7 @@ def _tell(hooked: list[Hook], declined: list[Reason]) -> None:
     if hooked:
         logger.info("flashmap is active in vLLM (process %d): %s", os.getpid(), "; ".join(map(str, hooked)))
     elif not lost:
-        logger.info("flashmap is not active in vLLM: %s", "; ".join(map(str, declined)))
+        logger.info("flashmap is not active in vLLM: %s", "; ".join(map(str, declined)) or "it has nothing for this platform")
 
 
 def _share_handlers() -> None:
@@ -235,7 +225,12 @@ def _forget() -> None:
     global _installation
     _installation = None
     _decided.clear()
+    gate.forget()
+    SERVING.forget()
+
+
+_TARGET = "vLLM backend "
 
 
 def _target(name: str) -> str:
-    return f"vLLM backend {name}"
+    return _TARGET + name
