@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -162,8 +163,7 @@ def _restore(member: Any, before: str | None) -> None:
 
 def _forget_selection() -> None:
     """vLLM caches which class it selected; a layer made from now on must see the change."""
-    from vllm.v1.attention import selector
-
+    selector = sys.modules.get("vllm.v1.attention.selector")
     clear = getattr(getattr(selector, "_cached_get_attn_backend", None), "cache_clear", None)
     if clear is not None:
         clear()
