@@ -56,8 +56,9 @@ class Serving:
         """
         decision = dispatch.route(request, device, kernel if engine_kernel == "" else engine_kernel)
         if decision.winner is None:
-            kind = dispatch.request_class(request)
-            self.left(kernel, role, decision.reasons[0].code, f"{kind}: {decision.reasons[0]}")
+            reason = decision.reasons[0]
+            said = (kernel, role, reason.code) in self._told  # then no text is made
+            self.left(kernel, role, reason.code, "" if said else f"{dispatch.request_class(request)}: {reason}")
         return decision.winner
 
     def accepts(self, request: VerifyRequest, batch: Batch, kernel: str, role: str, out: torch.Tensor) -> bool:

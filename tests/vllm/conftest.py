@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ["TRITON_INTERPRET"] = "1"  # before vLLM imports Triton: test_gpu_backends.py runs our kernels here. Engines run without
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
@@ -47,7 +49,7 @@ def run_engines(python_path, tmp_path_factory):
         out = tmp_path_factory.mktemp("engines")
         plan = out / "plan.txt"
         plan.write_text(json.dumps({"out": str(out), "prompts": prompts, "runs": runs}))
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHMAP_", "VLLM_"))}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHMAP_", "VLLM_", "TRITON_"))}
         command = [sys.executable, str(HERE / "run_engine.py"), str(plan)]
         done = subprocess.run(command, env={**kept, "PYTHONPATH": python_path}, timeout=timeout, capture_output=True, text=True)
         results = {}

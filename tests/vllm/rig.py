@@ -105,6 +105,7 @@ PATCHES = [
     (theirs_triton, "unified_attention", _dense_kernel),
     (theirs_flash, "flash_attn_varlen_func", _dense_kernel),
     (theirs_flash, "flash_attn_supports_sinks", lambda: True),
+    (theirs_flash, "flash_attn_supports_kv_cache_dtype", lambda *a, **k: True),
     (theirs_triton_mla, "decode_attention_fwd", _rows_kernel),
     (theirs_triton_mla, "_compute_num_kv_splits", lambda *a: 1),
     (theirs_triton_mla, "get_current_vllm_config", lambda: None),
@@ -122,8 +123,6 @@ PATCHES = [
 def patch(monkeypatch):
     """The engine's kernels in torch."""
     for where, name, what in PATCHES:
-        if isinstance(where, type(theirs_triton)) and not hasattr(where, name):
-            continue
         monkeypatch.setattr(where, name, what, raising=False)
     ENGINE.clear()
 

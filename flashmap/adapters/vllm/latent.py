@@ -16,7 +16,7 @@ import torch
 from flashmap.adapters import observe
 from flashmap.adapters.serving import Batch, checking
 from flashmap.adapters.vllm import translate
-from flashmap.adapters.vllm.serve import ROLE, SERVING, Builder, Parent, layer_name, missing_attributes
+from flashmap.adapters.vllm.serve import ROLE, SERVING, Builder, Parent, layer_name, left, missing_attributes
 from flashmap.core import dispatch
 from flashmap.core.request import DeviceInfo, VerifyRequest
 
@@ -60,7 +60,7 @@ class LatentImpl(Parent):
         longest = translate.latent_bound(attn_metadata, self.flashmap_bound)
         code = self._flashmap_reason(given.dtype, dtype, cache, attn_metadata, longest)
         if code is not None:
-            SERVING.left(self.flashmap_kernel, ROLE, code)
+            left(self.flashmap_kernel, code)
             return self._flashmap_engine(q, cache, attn_metadata, layer)
         kv = translate.latent_kv(self, cache, decode)
         most = translate.bound(longest, self.flashmap_lengths)
@@ -85,7 +85,7 @@ class LatentImpl(Parent):
             },
         )
         if not SERVING.accepts(request, batch, self.flashmap_kernel, ROLE, ours):
-            SERVING.left(self.flashmap_kernel, ROLE, "input")
+            left(self.flashmap_kernel, "input")
             return self._flashmap_engine(q, cache, attn_metadata, layer)
         if not SERVING.run(batch, winner, self.flashmap_kernel, ROLE, ours):
             return self._flashmap_engine(q, cache, attn_metadata, layer)
@@ -95,7 +95,7 @@ class LatentImpl(Parent):
 
     def forward_mha(self, *args: Any, **kwargs: Any) -> Any:
         metadata = kwargs["attn_metadata"] if "attn_metadata" in kwargs else args[4]
-        SERVING.left(self.flashmap_kernel, ROLE, self._flashmap_prefill_code(metadata))
+        left(self.flashmap_kernel, self._flashmap_prefill_code(metadata))
         return super().forward_mha(*args, **kwargs)
 
     def _flashmap_reason(self, query: torch.dtype, dtype: torch.dtype, cache: torch.Tensor, metadata: Any, longest: int) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from flashmap.adapters.patching import strict
 from flashmap.adapters.serving import Serving
 from flashmap.adapters.vllm import translate
 from flashmap.core import dispatch
@@ -22,6 +23,11 @@ logger = logging.getLogger(__name__)
 SERVING = Serving("vllm", "vLLM")
 ROLE = "verify"
 Parent: Any = object  # what a mixin takes for vLLM's class
+
+
+def left(kernel: str, code: str) -> None:
+    """vLLM's kernel keeps a call. What is no verification is no news."""
+    SERVING.left(kernel, ROLE, code, level=logging.DEBUG if code in ("decode", "prefill", "metadata") else logging.INFO)
 
 
 def layer_name(layer: Any) -> str:
@@ -51,8 +57,17 @@ class Builder(Parent):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
         for impl in impls:
             impl.flashmap_built(lengths, self.reorder_batch_threshold, vllm_config)
-        if ours:
+        if not ours:
+            return
+        try:
             self._flashmap_prepare(vllm_config, kv_cache_spec, device, impls, lengths)
+        except Exception as error:  # while the engine starts: it goes on with its own kernels
+            if strict():
+                raise
+            for impl in impls:
+                impl.flashmap_missing = ("prepared kernels",)
+            text = f"left to vLLM: preparing failed ({type(error).__name__}: {error})"
+            SERVING.tell(logging.WARNING, impls[0].flashmap_kernel, ROLE, "prepare", text)
 
     def flashmap_before(self, vllm_config: Any, ours: bool) -> None:
         """Called before vLLM's ``__init__``; ``ours``: verify batches of these layers go to the op."""

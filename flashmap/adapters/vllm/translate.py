@@ -112,6 +112,10 @@ def _unknown_fields(kind: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(kind) if f.name not in _HARMLESS) if dataclasses.is_dataclass(kind) else ()
 
 
+def _is_set(value: Any) -> bool:
+    return value is not None and not (isinstance(value, int) and value == 0)  # False is an int too
+
+
 def dense_reason(
     impl: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor, output_scale: Any
 ) -> str | None:
@@ -120,7 +124,7 @@ def dense_reason(
         return "attn_type"
     if metadata.causal is not True or getattr(metadata, "dynamic_causal", None) is not None:
         return "non_causal"
-    if any(getattr(metadata, name) not in (None, False, 0) for name in _unknown_fields(metadata.__class__)):
+    if any(_is_set(getattr(metadata, name)) for name in _unknown_fields(metadata.__class__)):
         return "argument"
     if impl.alibi_slopes is not None:
         return "alibi"
