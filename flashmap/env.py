@@ -86,7 +86,11 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable("FLASHMAP_STATS_DIR", _name, "a directory", None, "debugging: every engine process writes its counters there, as JSON"),
         Variable(
-            "FLASHMAP_VLLM_BACKENDS", _names, "backend names, separated by commas", None, "vLLM backends to hook; unset: all that the platform has"
+            "FLASHMAP_VLLM_BACKENDS",
+            _names,
+            "backend names, separated by commas",
+            None,
+            "vLLM backends to hook; unset: all that the platform has",
         ),
         Variable("FLASHMAP_SGLANG_BACKENDS", _names, "triton and fa3, separated by commas", None, "SGLang backends to hook; unset: both"),
         Variable(

@@ -45,9 +45,20 @@ def test_hooks_all_five_and_removes_them():
     for name, ours in classes().items():
         assert issubclass(ours, untouched[name]) and ours is not untouched[name]
         assert ours.get_name() == name, "vLLM looks its name up"
-        assert ours.__module__.startswith("flashmap.") and getattr(sys.modules[ours.__module__], ours.__qualname__) is ours, "vLLM imports it by path"
-        assert issubclass(ours.get_impl_cls(), untouched[name].get_impl_cls()) and issubclass(ours.get_builder_cls(), untouched[name].get_builder_cls())
-        ours_only = set(vars(ours)) - {"__module__", "__doc__", "__abstractmethods__", "_abc_impl", "__firstlineno__", "__static_attributes__"}
+        assert ours.__module__.startswith("flashmap.") and getattr(sys.modules[ours.__module__], ours.__qualname__) is ours, (
+            "vLLM imports it by path"
+        )
+        assert issubclass(ours.get_impl_cls(), untouched[name].get_impl_cls()) and issubclass(
+            ours.get_builder_cls(), untouched[name].get_builder_cls()
+        )
+        ours_only = set(vars(ours)) - {
+            "__module__",
+            "__doc__",
+            "__abstractmethods__",
+            "_abc_impl",
+            "__firstlineno__",
+            "__static_attributes__",
+        }
         assert ours_only == {"get_impl_cls", "get_builder_cls"}, "layouts and validation are vLLM's"
     installation.remove()
     assert classes() == untouched
