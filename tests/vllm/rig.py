@@ -156,17 +156,18 @@ class Rig:
         self.impl.vllm_flash_attn_version = 3
         self.layer = SimpleNamespace(
             layer_name="layer", impl=self.impl, _q_scale=torch.tensor(0.5), _k_scale=torch.tensor(0.25), _v_scale=torch.tensor(1.0 if self.mla else 2.0),
-            prefill_backend=SimpleNamespace(clone=lambda: SimpleNamespace(prepare_metadata=lambda m: None)), **mla_arguments,
+            prefill_backend=SimpleNamespace(clone=lambda: SimpleNamespace(prepare_metadata=lambda m: None, get_name=lambda: "none")), **mla_arguments,
         )  # fmt: skip
         cache_dtype = torch.uint8 if fp8 else dtype
         spec = MLAAttentionSpec if self.mla else FullAttentionSpec
-        self.spec = spec(block_size=page, num_kv_heads=self.kv_heads, head_size=self.dk, dtype=cache_dtype)
+        windows = {} if self.mla else {"sliding_window": window}  # FLASH_ATTN of 0.26 takes the group's
+        self.spec = spec(block_size=page, num_kv_heads=self.kv_heads, head_size=self.dk, dtype=cache_dtype, **windows)
         config = SimpleNamespace(num_speculative_tokens=drafts, method=method, parallel_drafting=False, **speculative) if drafts else None
         self.config = SimpleNamespace(
             speculative_config=config, use_v2_model_runner=False, cache_config=SimpleNamespace(cache_dtype=kv_name, block_size=page),
             model_config=SimpleNamespace(
                 dtype=dtype, max_model_len=model_len, rswa_window=None, get_num_attention_heads=lambda *a: self.heads, get_head_size=lambda: self.dk,
-                get_num_kv_heads=lambda *a: self.kv_heads, hf_config=SimpleNamespace(model_type="llama"), is_mm_prefix_lm=False,
+                get_num_kv_heads=lambda *a: self.kv_heads, hf_config=SimpleNamespace(model_type="llama"), hf_text_config=SimpleNamespace(**mla_arguments), is_mm_prefix_lm=False,
             ),
             parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1),
             scheduler_config=SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=2048), kernel_config=SimpleNamespace(enable_jit_warmup=False),

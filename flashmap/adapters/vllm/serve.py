@@ -88,8 +88,8 @@ class Builder(Parent):
         impls = cls._flashmap_impls(vllm_config)
         if cls._flashmap_serves(vllm_config, kv_cache_spec, _here(), impls, vllm_config.scheduler_config.max_num_seqs):
             return translate.lengths(vllm_config.speculative_config)[0]
-        theirs: int | None = super().get_varlen_cudagraph_max_query_len(vllm_config, kv_cache_spec)
-        return theirs
+        theirs = getattr(super(), "get_varlen_cudagraph_max_query_len", None)
+        return None if theirs is None else theirs(vllm_config, kv_cache_spec)  # 0.26 does not ask
 
     @classmethod
     def _flashmap_impls(cls, vllm_config: Any, names: Iterable[str] | None = None) -> list[Any]:
