@@ -65,7 +65,8 @@ def run(flashmap: bool) -> dict[str, float]:
         sys.exit(
             f"the engine {'with' if flashmap else 'without'} FlashMap ended with exit code {done.returncode}: its output above says why"
         )
-    found: dict[str, float] = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"acceptance"'))  # vLLM prints too
+    # vLLM prints too
+    found: dict[str, float] = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"acceptance"'))
     return found
 
 
