@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +21,10 @@ from types import ModuleType
 from typing import Any
 
 from flashmap import env
+from flashmap.core.dispatch import Policy
 from flashmap.core.interface import Reason
 
+logger = logging.getLogger(__name__)
 OWNER = "flashmap"
 
 
@@ -204,6 +207,23 @@ def set_for_children(variable: str, names: Iterable[str]) -> Hook:
             os.environ[variable] = before
 
     return Hook(f"environment variable {variable}", os.environ[variable], OWNER, "the processes that the engine starts hook the same", undo)
+
+
+def load(title: str, install: Callable[[], object]) -> None:
+    """What an engine's entry point does: ``install``, without raising into the engine except under FLASHMAP_STRICT=1."""
+    try:
+        install()
+    except Exception as error:
+        if strict():
+            raise
+        logger.warning("flashmap is not active in %s, which runs as without it: %s", title, error)
+
+
+def check_environment() -> None:
+    """ValueError for a FLASHMAP_* variable that is not understood: when an adapter installs, and not in the middle of a request."""
+    for variable in env.VARIABLES:
+        env.get(variable)
+    Policy.from_env()  # a FLASHMAP_IMPL that names nothing
 
 
 def strict() -> bool:

@@ -48,13 +48,13 @@ class Serving:
         observe.tick()
         self.tell(level, kernel, role, code, f"left to {self.title} ({code}{': ' if text else ''}{text})")
 
-    def choose(self, request: VerifyRequest, device: DeviceInfo, kernel: str, role: str, engine_kernel: str | None = "") -> str | None:
+    def choose(self, request: VerifyRequest, device: DeviceInfo, kernel: str, role: str, *, right: bool = True) -> str | None:
         """The implementation that serves ``request``, or None, counted: the engine does.
 
-        ``engine_kernel`` is what dispatch takes the engine's kernel to be: ``kernel`` unless given; None: the engine's is not right.
+        ``right`` False: the engine's kernel would not give the right answer, so that ours need not be the faster one.
         Raises Declined under FLASHMAP_STRICT where FLASHMAP_IMPL cannot serve the call.
         """
-        decision = dispatch.route(request, device, kernel if engine_kernel == "" else engine_kernel)
+        decision = dispatch.route(request, device, kernel if right else None)
         if decision.winner is None:
             reason = decision.reasons[0]
             said = (kernel, role, reason.code) in self._told  # then no text is made

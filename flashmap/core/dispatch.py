@@ -163,6 +163,7 @@ def _decide(request: VerifyRequest, device: DeviceInfo, policy: Policy, changes:
     return decision
 
 
+@functools.lru_cache(maxsize=4096)
 def request_class(request: VerifyRequest) -> str:
     """A request in one phrase, without the sizes of the batch: what a log line and ``explain`` call it."""
     kind = f"{request.heads}/{request.kv_heads} heads d{request.head_dim}"

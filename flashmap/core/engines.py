@@ -13,15 +13,19 @@ from flashmap.core.request import DeviceInfo, VerifyRequest
 
 
 def faster(kernel: str, request: VerifyRequest, device: DeviceInfo) -> str | None:
-    """One sentence if the engine's ``kernel`` is the faster one for ``request``, else None."""
-    if kernel not in _COMPARED or device.type != "cuda":
+    """One sentence if the engine's ``kernel`` is the faster one for ``request``, else None.
+
+    ``kernel``: "engine.library", of which the library counts: an adapter says whose kernel its engine runs.
+    """
+    library = kernel.rpartition(".")[2]
+    if library not in _COMPARED or device.type != "cuda":
         return None
     if device.capability[0] != 9:
         return f"{kernel} was compared on compute capability 9.0 alone, this is {'.'.join(map(str, device.capability))}"
     rows = request.group * request.max_query_len
     if request.window is not None or request.kv_dtype != request.dtype:
         ours = False  # not measured
-    elif kernel == "vllm.flashmla":
+    elif library == "flashmla":
         ours = request.mask is None and request.num_requests == 1 and rows <= 64
     elif request.mask is None:
         ours = not request.latent and request.num_requests == 1 and rows <= (136 if request.kv_heads == 1 else 32)
@@ -37,4 +41,4 @@ def faster(kernel: str, request: VerifyRequest, device: DeviceInfo) -> str | Non
     )
 
 
-_COMPARED = ("sglang.fa3", "vllm.flash_attn", "vllm.flash_attn_mla", "vllm.flashmla")  # the first three are FlashAttention 3
+_COMPARED = ("fa3", "flashmla")

@@ -16,7 +16,7 @@ import torch
 
 from flashmap.core.request import VerifyRequest
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -287,8 +287,8 @@ def resolve(
         kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        dtype=_DTYPE_NAMES[q.dtype],
-        kv_dtype=_DTYPE_NAMES[k.dtype],
+        dtype=DTYPE_NAMES[q.dtype],
+        kv_dtype=DTYPE_NAMES[k.dtype],
         num_requests=requests,
         max_query_len=max_query_len,
         kv_layout=kv.layout,
@@ -306,7 +306,7 @@ def resolve(
         return_lse=bool(return_lse),
         scales=scales,
         int64=tuple([name for name, tensor in indices if tensor is not None and tensor.dtype == torch.int64]),
-        aligned=not latent or _aligned(k),
+        aligned=not latent or aligned(k),
     )
     if out is None:
         out = torch.empty(tokens, heads, v_head_dim, dtype=q.dtype, device=q.device)
@@ -338,7 +338,7 @@ def _check(name: str, tensor: torch.Tensor, dim: int, dtypes: tuple[torch.dtype,
 
 
 def _check_cache(k: torch.Tensor, v: torch.Tensor | None, v_head_dim: int | None, shape: str) -> None:
-    _check("k", k, shape.count(",") + 1, tuple(_DTYPE_NAMES), None, shape=shape)
+    _check("k", k, shape.count(",") + 1, tuple(DTYPE_NAMES), None, shape=shape)
     if k.shape[-1] < 1 or k.shape[-2] < 1:
         raise ValueError(f"k must have at least one KV head and one column, got shape {tuple(k.shape)}")
     if v is not None:
@@ -382,7 +382,7 @@ def _check_draft(
     return k, None if latent else v
 
 
-def _aligned(k: torch.Tensor) -> bool:
+def aligned(k: torch.Tensor) -> bool:
     """Whether the address is a multiple of 16 bytes and the strides of 16 elements: what Triton tells a kernel of alignment."""
     return k.data_ptr() % 16 == 0 and not any(stride % 16 for stride in k.stride()[:-2])
 

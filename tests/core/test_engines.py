@@ -48,7 +48,7 @@ def test_what_goes_to_ours_was_not_slower_anywhere_in_the_results() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "peer", "latent", "fewest"),
-    [("vllm.flash_attn", "fa3", False, 5), ("vllm.flash_attn_mla", "fa3", True, 0), ("vllm.flashmla", "flashmla", True, 2)],
+    [("vllm.fa3", "fa3", False, 5), ("vllm.fa3", "fa3", True, 0), ("vllm.flashmla", "flashmla", True, 2)],
 )
 def test_chains_that_go_to_ours_in_vllm(kernel: str, peer: str, latent: bool, fewest: int) -> None:
     points = [p for p in measured(peer) if p[0].latent == latent and p[0].mask is None]
@@ -66,7 +66,7 @@ def test_chains_that_go_to_ours_in_vllm(kernel: str, peer: str, latent: bool, fe
         ("sglang.triton", "sm90", False),
         ("vllm.triton_attn", "sm90", False),
         ("vllm.triton_mla", "sm90", False),
-        ("vllm.flash_attn_mla", "sm90", True),
+        ("vllm.fa3", "sm90", True),
         ("vllm.flashmla", "sm100", True),
     ],
 )

@@ -16,8 +16,7 @@ from importlib import import_module
 
 from flashmap import env
 from flashmap.adapters import observe
-from flashmap.adapters.patching import Hook, Installation, broken, probe, set_for_children, strict, when_imported
-from flashmap.core.dispatch import Policy
+from flashmap.adapters.patching import Hook, Installation, broken, check_environment, load, probe, set_for_children, strict, when_imported
 from flashmap.core.interface import Reason
 
 logger = logging.getLogger(__name__)
@@ -38,12 +37,7 @@ _installation: Installation | None = None
 
 def register() -> None:
     """The entry point: :func:`install` with what the environment says. Raises only under FLASHMAP_STRICT=1."""
-    try:
-        install()
-    except Exception as error:
-        if strict():
-            raise
-        logger.warning("flashmap is not active in SGLang, which runs as without it: %s", error)
+    load("SGLang", install)
 
 
 def install(backends: Iterable[str] | None = None, modes: Iterable[str] | None = None) -> Installation:
@@ -66,9 +60,7 @@ def install(backends: Iterable[str] | None = None, modes: Iterable[str] | None =
         return Installation("sglang", declined=(Reason("disabled", "FLASHMAP_DISABLE is set", "unset FLASHMAP_DISABLE"),))
     wanted = _names("backend", backends, "FLASHMAP_SGLANG_BACKENDS", tuple(BACKENDS))
     served = _names("mode", modes, "FLASHMAP_SGLANG_MODES", MODES)
-    for variable in env.VARIABLES:  # what is not understood is an error here, and not in the middle of a request
-        env.get(variable)
-    Policy.from_env()  # nor a FLASHMAP_IMPL that names nothing
+    check_environment()
     for name in wanted:
         if name in _waiting or name in _hooked or name in _declined:
             continue

@@ -186,7 +186,7 @@ def _attend(call: _Call, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The op's answer to a kernel call, or None: the engine's kernel has to give it."""
     right = call.tree is None or not _wrong_upstream(call.backend)
     batch = translate.paged(kwargs, call.tree)
-    return serve.attend(batch, KERNEL, call.role, call.backend, kwargs.get("out"), engine_kernel=KERNEL if right else None)
+    return serve.attend(batch, KERNEL, call.role, call.backend, kwargs.get("out"), right=right)
 
 
 def _wrong_upstream(backend: Any) -> bool:

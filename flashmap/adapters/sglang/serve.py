@@ -41,11 +41,11 @@ def remember_limits(backend: Any, max_requests: int) -> None:
 
 
 def attend(
-    batch: Batch | str, kernel: str, role: str, backend: Any, out: torch.Tensor | None, *, engine_kernel: str | None = ""
+    batch: Batch | str, kernel: str, role: str, backend: Any, out: torch.Tensor | None, *, right: bool = True
 ) -> torch.Tensor | None:
     """The op's output for ``batch``, in ``out`` unless None, or None, counted: the engine's own kernel has to give it.
 
-    ``batch``: a code says that it is none for the op. ``engine_kernel``: as in :meth:`Serving.choose`. Raises Declined under
+    ``batch``: a code says that it is none for the op. ``right``: as in :meth:`Serving.choose`. Raises Declined under
     FLASHMAP_STRICT where FLASHMAP_IMPL cannot serve the call.
     """
     if isinstance(batch, str):
@@ -60,7 +60,7 @@ def attend(
         left(kernel, role, "input", str(error), logging.WARNING)
         return None
     device = DeviceInfo.of(q.device)
-    winner = _serving.choose(request, device, kernel, role, engine_kernel)
+    winner = _serving.choose(request, device, kernel, role, right=right)
     if winner is None:
         return None
     kind = dispatch.request_class(request)

@@ -14,15 +14,14 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from flashmap import env
 from flashmap.adapters import observe
-from flashmap.adapters.patching import OWNER, Hook, Installation, broken, probe, set_for_children, strict
+from flashmap.adapters.patching import OWNER, Hook, Installation, broken, check_environment, load, probe, set_for_children, strict
 from flashmap.adapters.vllm import gate
 from flashmap.adapters.vllm.contracts import COMMON, CONTRACTS
-from flashmap.adapters.vllm.serve import SERVING
-from flashmap.core.dispatch import Policy
 from flashmap.core.interface import Reason
 
 logger = logging.getLogger(__name__)
@@ -41,12 +40,7 @@ _decided: set[str] = set()  # the backends that are hooked, or were declined
 
 def register() -> None:
     """The entry point: :func:`install` with what the environment says. Raises only under FLASHMAP_STRICT=1."""
-    try:
-        install()
-    except Exception as error:
-        if strict():
-            raise
-        logger.warning("flashmap is not active in vLLM, which runs as without it: %s", error)
+    load("vLLM", install)
 
 
 def install(backends: Iterable[str] | None = None) -> Installation:
@@ -72,9 +66,7 @@ def install(backends: Iterable[str] | None = None) -> Installation:
     unknown = [name for name in wanted if name not in BACKENDS]
     if unknown:
         raise ValueError(f"no vLLM backend {unknown[0]!r} can be hooked: choose among {', '.join(BACKENDS)}")
-    for variable in env.VARIABLES:  # what is not understood is an error here, and not in the middle of a request
-        env.get(variable)
-    Policy.from_env()  # nor a FLASHMAP_IMPL that names nothing
+    check_environment()
     before = _installation or Installation("vllm")
     new = [name for name in wanted if name not in _decided]
     if not new and _installation is not None:
@@ -226,7 +218,8 @@ def _forget() -> None:
     _installation = None
     _decided.clear()
     gate.forget()
-    SERVING.forget()
+    if "flashmap.adapters.vllm.serve" in sys.modules:
+        import_module("flashmap.adapters.vllm.serve").SERVING.forget()
 
 
 _TARGET = "vLLM backend "

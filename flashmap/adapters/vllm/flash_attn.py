@@ -8,7 +8,7 @@ from flashmap.adapters.vllm.dense import DenseBuilder, DenseImpl
 
 
 class FlashMapFlashAttentionImpl(DenseImpl, FlashAttentionImpl):
-    flashmap_kernel = "vllm.flash_attn"
+    flashmap_kernel = "vllm.fa3"
 
 
 class FlashMapFlashAttentionMetadataBuilder(DenseBuilder, FlashAttentionMetadataBuilder):

@@ -9,7 +9,7 @@ from flashmap.adapters.vllm.serve import Builder
 
 
 class FlashMapFlashAttnMLAImpl(LatentImpl, FlashAttnMLAImpl):
-    flashmap_kernel = "vllm.flash_attn_mla"
+    flashmap_kernel = "vllm.fa3"
 
 
 class FlashMapFlashAttnMLAMetadataBuilder(Builder, FlashAttnMLAMetadataBuilder):

@@ -18,6 +18,7 @@ from flashmap.adapters.serving import Batch, checking
 from flashmap.adapters.vllm import translate
 from flashmap.adapters.vllm.serve import ROLE, SERVING, Builder, Parent, layer_name, left, missing_attributes
 from flashmap.core import dispatch
+from flashmap.core.inputs import aligned
 from flashmap.core.request import DeviceInfo, VerifyRequest
 
 
@@ -65,7 +66,7 @@ class LatentImpl(Parent):
         kv = translate.latent_kv(self, cache, decode)
         most = translate.bound(longest, self.flashmap_lengths)
         assert most is not None
-        request = self.flashmap_request(dtype, kv.num_requests, most, kv.page_size, kv.max_kv_len, translate.aligned(kv.k))
+        request = self.flashmap_request(dtype, kv.num_requests, most, kv.page_size, kv.max_kv_len, aligned(kv.k))
         winner = SERVING.choose(request, DeviceInfo.of(cache.device), self.flashmap_kernel, ROLE)
         if winner is None:
             return self._flashmap_engine(q, cache, attn_metadata, layer)

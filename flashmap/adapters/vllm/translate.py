@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from flashmap.core.inputs import PagedKV
+from flashmap.core.inputs import DTYPE_NAMES, PagedKV
 from flashmap.core.request import VerifyRequest
 
 MAX_QUERY_LEN = 64  # the op's chains and trees end there; longer queries are prefill
 
-_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8_e4m3"}
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn  # what vLLM's CUDA backends take a cache of "fp8" for
 
@@ -172,6 +171,11 @@ def is_fp8(impl: Any) -> bool:
     return str(impl.kv_cache_dtype).startswith("fp8")
 
 
+def _typed(impl: Any, cache: torch.Tensor) -> torch.Tensor:
+    """A quantised cache, which vLLM may type as bytes, in its own dtype."""
+    return cache.view(FP8) if is_fp8(impl) and cache.dtype != FP8 else cache
+
+
 def dense_request(
     impl: Any, dtype: torch.dtype, *, num_requests: int, max_query_len: int, page_size: int, max_kv_len: int, window: int | None
 ) -> VerifyRequest:
@@ -182,8 +186,8 @@ def dense_request(
         kv_heads=impl.num_kv_heads,
         head_dim=impl.head_size,
         v_head_dim=impl.head_size,
-        dtype=_NAMES.get(dtype, str(dtype)),
-        kv_dtype=_NAMES[FP8] if fp8 else _NAMES.get(dtype, str(dtype)),
+        dtype=DTYPE_NAMES.get(dtype, str(dtype)),
+        kv_dtype=DTYPE_NAMES[FP8] if fp8 else DTYPE_NAMES.get(dtype, str(dtype)),
         num_requests=num_requests,
         max_query_len=max_query_len,
         page_size=page_size,
@@ -202,8 +206,7 @@ def plain_query(query: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) ->
 
 def strided_kv(impl: Any, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> PagedKV:
     """kv_cache [pages, Hkv, page_size, 2 * D], K and V side by side, as two views of it: NHD and HND are strides alone."""
-    pages = kv_cache.view(FP8) if is_fp8(impl) and kv_cache.dtype != FP8 else kv_cache
-    k, v = torch.split(pages.transpose(1, 2), impl.head_size, dim=-1)
+    k, v = torch.split(_typed(impl, kv_cache).transpose(1, 2), impl.head_size, dim=-1)
     return PagedKV(k, v, block_table, seq_lens)
 
 
@@ -325,8 +328,8 @@ def latent_request(
         kv_heads=1,
         head_dim=impl.kv_lora_rank + impl.qk_rope_head_dim,
         v_head_dim=impl.kv_lora_rank,
-        dtype=_NAMES.get(dtype, str(dtype)),
-        kv_dtype=_NAMES[FP8] if fp8 else _NAMES.get(dtype, str(dtype)),
+        dtype=DTYPE_NAMES.get(dtype, str(dtype)),
+        kv_dtype=DTYPE_NAMES[FP8] if fp8 else DTYPE_NAMES.get(dtype, str(dtype)),
         num_requests=num_requests,
         max_query_len=max_query_len,
         page_size=page_size,
@@ -339,13 +342,7 @@ def latent_request(
 
 def latent_kv(impl: Any, cache: torch.Tensor, decode: Any) -> PagedKV:
     """cache [pages, page_size, rank + rope] as it is."""
-    pages = cache.view(FP8) if is_fp8(impl) and cache.dtype != FP8 else cache
-    return PagedKV(pages.unsqueeze(2), None, decode.block_table, decode.seq_lens, v_head_dim=impl.kv_lora_rank)
-
-
-def aligned(k: torch.Tensor) -> bool:
-    """Whether address and strides are multiples of 16, as the op sees a latent cache."""
-    return k.data_ptr() % 16 == 0 and not any(stride % 16 for stride in k.stride()[:-2])
+    return PagedKV(_typed(impl, cache).unsqueeze(2), None, decode.block_table, decode.seq_lens, v_head_dim=impl.kv_lora_rank)
 
 
 def row_by_row(metadata: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
