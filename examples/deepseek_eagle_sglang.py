@@ -2,7 +2,7 @@
 
     python examples/deepseek_eagle_sglang.py --tiny
 
-needs SGLang, flashmap-verify in its environment, and one GPU; the model is the tiny one of this repository. With real weights on
+needs SGLang, flashmap-verify in its environment, and one GPU; a tiny Llama with EAGLE stands in for the model. With real weights on
 eight GPUs (what follows ``--`` is SGLang's own):
 
     python examples/deepseek_eagle_sglang.py --model deepseek-ai/DeepSeek-R1 --backend fa3 -- \
