@@ -19,9 +19,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool,
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from flashmap.core import stats
+
 TRANSLATES = importlib.util.find_spec("sglang.srt.mem_cache.kv_index_translator") is not None  # 0.5.23: indices go through a plan
 CONTEXT = 192
 SLOTS = 512
+CLOSE = {"rtol": 0, "atol": 2e-5}
 
 
 class Rig:
@@ -216,6 +219,21 @@ class Rig:
         if TRANSLATES:
             batch.kv_loc_plan = self.runner.kv_index_translator.own_plan(batch)
         return batch
+
+
+def check_served(rig, batch, install, impl, theirs=True):
+    """Once installed, ``impl`` gives what dense torch gives, and (``theirs``) what SGLang gave before."""
+    before = rig.forward(batch) if theirs else None
+    install(impl)
+    ours = rig.forward(batch)
+    torch.testing.assert_close(ours, rig.reference(batch), **CLOSE)
+    if before is not None:
+        torch.testing.assert_close(ours, before, **CLOSE)
+    assert counts() == {(impl, "routed", ""): 1}
+
+
+def counts():
+    return {key: n for key, n in stats.snapshot().items() if key[1] in ("routed", "left")}
 
 
 class Graph:

@@ -2,16 +2,9 @@
 
 import pytest
 import torch
-from rig import Graph, Rig
+from rig import CLOSE, Graph, Rig, check_served, counts
 
 from flashmap.adapters import observe
-from flashmap.core import stats
-
-CLOSE = {"rtol": 0, "atol": 2e-5}
-
-
-def counts():
-    return {(name, outcome, code): n for (name, outcome, code), n in stats.snapshot().items() if outcome in ("routed", "left")}
 
 
 def left(code):
@@ -24,9 +17,7 @@ def left(code):
 def test_verify(installed, mla, topk, page, impl):
     rig = Rig("fa3", mla=mla, topk=topk, page=page)
     batch = rig.verify()
-    installed(impl)
-    torch.testing.assert_close(rig.forward(batch), rig.reference(batch), **CLOSE)
-    assert counts() == {(impl, "routed", ""): 1}
+    check_served(rig, batch, installed, impl, theirs=False)
 
 
 @pytest.mark.parametrize("page", [4, 16, 64])
@@ -66,12 +57,7 @@ def test_a_tree_is_one_call_of_ours_and_none_of_sglangs(installed, monkeypatch, 
 def test_draft_extend_has_a_fixed_width_whatever_was_accepted(installed, mla, topk, page, impl):
     rig = Rig("fa3", mla=mla, topk=topk, page=page, width=6, steps=3, draft=True)
     batch = rig.draft_extend(accepted=[1, 4])
-    theirs = rig.forward(batch)
-    installed(impl)
-    ours = rig.forward(batch)
-    torch.testing.assert_close(ours, rig.reference(batch), **CLOSE)
-    torch.testing.assert_close(ours, theirs, **CLOSE)
-    assert counts() == {(impl, "routed", ""): 1}
+    check_served(rig, batch, installed, impl)
 
 
 @pytest.mark.parametrize("mode", ["verify", "draft_extend"])

@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from rig import Graph, Rig
+from rig import CLOSE, Graph, Rig, check_served, counts
 
 from flashmap.adapters import observe
 from flashmap.core import stats
 
-CLOSE = {"rtol": 0, "atol": 2e-5}
 IMPLS = ["torch_dense", "triton_splitkv"]
-
-
-def counts():
-    return {(name, outcome, code): n for (name, outcome, code), n in stats.snapshot().items() if outcome in ("routed", "left")}
 
 
 @pytest.mark.parametrize("page, impl", [(1, "torch_dense"), (16, "torch_dense"), (64, "torch_dense"), (1, "triton_splitkv")])
@@ -21,12 +16,7 @@ def counts():
 def test_verify(installed, mla, topk, page, impl):
     rig = Rig("triton", mla=mla, topk=topk, page=page)
     batch = rig.verify()
-    theirs = rig.forward(batch)
-    installed(impl)
-    ours = rig.forward(batch)
-    torch.testing.assert_close(ours, rig.reference(batch), **CLOSE)
-    torch.testing.assert_close(ours, theirs, **CLOSE)
-    assert counts() == {(impl, "routed", ""): 1}
+    check_served(rig, batch, installed, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -36,12 +26,7 @@ def test_draft_extend_has_a_fixed_width_whatever_was_accepted(installed, mla, to
     """bs > 1, fewer tokens accepted than the window has, and a window that is not steps + 1."""
     rig = Rig("triton", mla=mla, topk=topk, width=6, steps=3, draft=True)
     batch = rig.draft_extend(accepted=[1, 4])
-    theirs = rig.forward(batch)
-    installed(impl)
-    ours = rig.forward(batch)
-    torch.testing.assert_close(ours, rig.reference(batch), **CLOSE)
-    torch.testing.assert_close(ours, theirs, **CLOSE)
-    assert counts() == {(impl, "routed", ""): 1}
+    check_served(rig, batch, installed, impl)
 
 
 @pytest.mark.parametrize("mode", ["verify", "draft_extend"])
