@@ -185,9 +185,10 @@ class _Cached:
     def __init__(self, model: Target | Drafter, requests: int, capacity: int) -> None:
         self.model = model
         self.device = next(model.parameters()).device
+        self.rank: int | None = None  # of latent attention
         for module in model.modules():
             if isinstance(module, Latent):
-                module.absorbed = True
+                module.absorbed, self.rank = True, module.rank
         self.lens = torch.zeros(requests, dtype=torch.int32, device=self.device)
         self.table = torch.arange(requests, dtype=torch.int32, device=self.device)[:, None]
         self.capacity = capacity
@@ -218,7 +219,7 @@ class _Cached:
                 self.pages[layer] = [None if x is None else x.new_zeros(len(tokens), self.capacity, *x.shape[1:]) for x in (k, v)]
             self.pending[layer] = k, v
             pages_k, pages_v = self.pages[layer]
-            kv = PagedKV(pages_k, pages_v, self.table, self.lens, v_head_dim=None if v is not None else q.shape[-1] - 64)
+            kv = PagedKV(pages_k, pages_v, self.table, self.lens, v_head_dim=self.rank if v is None else None)
             return verify(q, kv, cu_seqlens_q=self.cu, max_query_len=max(lengths), draft_kv=(k, v), mask=mask, scale=scale)
 
         flat = torch.tensor([token for row in tokens for token in row], device=self.device)

@@ -100,6 +100,7 @@ class Report:
 
     def __init__(self, name: str, log: Any) -> None:
         self.name, self.log, self.start = name, log, time.monotonic()
+        self._text = ""
         columns = (
             TextColumn("{task.description:<9}"),
             BarColumn(),
@@ -115,8 +116,6 @@ class Report:
             for step in range(count):
                 yield step
                 self.bar.update(task, completed=step + 1, loss=self._text)
-
-    _text = ""
 
     def loss(self, step: int, loss: Tensor) -> None:
         if step % 20 == 0:  # reading it waits for the GPU
