@@ -256,6 +256,9 @@ class Graph:
         batch, backend = self.static, self.rig.backend
         batch.seq_lens.fill_(1)
         batch.req_pool_indices.zero_()
+        if batch.forward_mode.is_target_verify():  # the runner's own mask, in the size that it has in _allocate_decode_buffers
+            keys = batch.batch_size * (backend.get_cuda_graph_seq_len_fill_value() + self.rig.width)
+            batch.spec_info.custom_mask = torch.ones(keys * self.rig.width, dtype=torch.bool)
         self.rig.plan(batch)
         self.calls, self.made = [], []
         run, make = serving.verify_attention, translate.Tree.of

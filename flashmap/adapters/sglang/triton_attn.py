@@ -28,6 +28,7 @@ CONTRACTS = (
     Contract(f"{MODULE}:TritonAttnBackend.__init__", ("model_runner",), uses=("extend_attention_fwd", "enable_deterministic", "dcp_size", "topk")),
     Contract(f"{MODULE}:TritonAttnBackend.forward_extend", ("q", "k", "v", "layer", "forward_batch")),
     Contract(f"{MODULE}:TritonAttnBackend.init_cuda_graph_state", ("max_bs", "max_num_tokens")),
+    Contract(f"{MODULE}:TritonAttnBackend.get_cuda_graph_seq_len_fill_value"),
     Contract(
         f"{_EXTEND}:extend_attention_fwd",
         (
@@ -192,9 +193,11 @@ def _keep_trees_alone(backend: Any) -> None:
         text = f"FLASHMAP_SGLANG_QLEN_MASK does nothing here: {why or f'the algorithm {algorithm} writes FULL_MASK'}"
         serve.tell(logging.WARNING, KERNEL, serve.MODES["target_verify"][1], "qlen", text)
         return
+    # Not width * width alone: at capture the runner copies a mask of its own into it, over as many keys as that has.
     width = backend.num_draft_tokens
+    cells = width * (width + backend.get_cuda_graph_seq_len_fill_value())
     backend._verify_mask = type(mask)(
-        buffer=mask.buffer.new_zeros(mask.max_bs * width * width), mode=type(mask.mode).QLEN_ONLY, max_bs=mask.max_bs, is_read=True
+        buffer=mask.buffer.new_zeros(mask.max_bs * cells), mode=type(mask.mode).QLEN_ONLY, max_bs=mask.max_bs, is_read=True
     )
 
 
