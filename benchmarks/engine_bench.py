@@ -1,0 +1,201 @@
+"""One engine on one GPU, with FlashMap or without it: the time of a verify step, what a trained model says, or many requests.
+
+    python -m benchmarks.engine_bench sglang steps --model DIR --draft DIR --steps 5 --topk 4 --backend triton --ctx 8192,32768
+    python -m benchmarks.engine_bench vllm text --model benchmarks/models/llama_tiny --draft benchmarks/models/llama_tiny_eagle --steps 5
+
+``steps``: DIR needs a config.json alone, weights are made up. The prompts stay in the prefix cache, so that 1 token and 1 + 96 tokens
+differ by the verify steps; the fastest of three of each is taken. ``text``: held-out prompts of the small models, greedy;
+new tokens over verify steps, and the tokens. ``soak``: the same with 1, 8 and 32 requests in flight, of mixed lengths, for at least
+512 steps each; by how much the GPU's used memory grew after the first round, and how many requests got the tokens that they get alone.
+
+``--flashmap check`` also runs the engine's own kernel in every call and keeps the largest difference; it goes without CUDA graphs.
+One JSON line, appended to --json-out. Compare runs of one machine, made one after the other; ``--turn`` lets several engines load at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import Engine, Generated
+
+STEPS = 96
+SOAK_BATCHES = (1, 8, 32)
+SOAK_REQUESTS = 16  # of each place in the batch: at 64 new tokens on average and fewer than 2 to 4 a step, more than 512 steps
+FLASHMAP = {
+    "off": {"FLASHMAP_DISABLE": "1"},
+    "auto": {},
+    "forced": {"FLASHMAP_IMPL": "triton_splitkv", "FLASHMAP_STRICT": "1"},
+    "check": {"FLASHMAP_IMPL": "triton_splitkv", "FLASHMAP_STRICT": "1", "FLASHMAP_CHECK": "1"},
+}
+
+
+def main() -> None:
+    args = _arguments()
+    stats = tempfile.mkdtemp(prefix="flashmap-stats-")
+    os.environ.update({"HF_HUB_OFFLINE": "1", "FLASHMAP_STATS_DIR": stats, **FLASHMAP[args.flashmap]})
+    start = time.monotonic()
+    engine: Engine = importlib.import_module(f"benchmarks.engines.{args.engine}").start(args)
+    import torch
+
+    row: dict[str, Any] = {
+        "what": args.what,
+        "engine": args.engine,
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": {args.engine: engine.version, "torch": torch.__version__},
+        "flashmap": args.flashmap,
+        "model": args.model.name,
+        **{name: getattr(args, name) for name in ("backend", "method", "steps", "topk", "draft_tokens", "page_size", "engine_args")},
+        "init_s": round(time.monotonic() - start, 1),
+    }
+    with _turn(args.turn):
+        row |= {"steps": _step_times, "text": _text, "soak": _soak}[args.what](engine, args)
+        row["counts"], row["differences"] = _counters(stats)
+        line = json.dumps(row)
+        print(line, flush=True)
+        if args.json_out:
+            with open(args.json_out, "a") as out:
+                print(line, file=out)
+        if args.profile:
+            engine.profile(_random_prompt(args.ctx[-1]), args.profile)
+    engine.close()
+
+
+def _arguments() -> argparse.Namespace:
+    head, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=("sglang", "vllm"))
+    parser.add_argument("what", choices=("steps", "text", "soak"))
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, help="drafter's folder (default: the target's own MTP layer)")
+    parser.add_argument("--method", choices=("eagle", "eagle3", "mtp", "ngram", "none"), help="default: eagle with --draft, mtp without")
+    parser.add_argument("--backend", help="the engine's attention backend (default: its own choice)")
+    parser.add_argument("--steps", type=int, default=3, help="of the drafter")
+    parser.add_argument("--topk", type=int, default=1)
+    parser.add_argument("--draft-tokens", type=int, help="default: steps + 1 for a chain, 8 for a tree")
+    parser.add_argument("--page-size", type=int, help="default: the engine's")
+    parser.add_argument("--ctx", default="8192", help="steps: prompt lengths, comma separated")
+    parser.add_argument("--prompts", type=int, default=8, help="text: how many")
+    parser.add_argument("--new-tokens", type=int, default=96, help="text: of each prompt")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="more arguments of the engine, as JSON")
+    parser.add_argument("--flashmap", choices=tuple(FLASHMAP), default="auto")
+    parser.add_argument("--profile", type=Path, help="steps: then write a torch profiler trace of a few steps into this folder")
+    parser.add_argument("--turn", type=Path, help="once loaded, append a line to FILE.ready, wait for FILE, and measure holding its lock")
+    parser.add_argument("--json-out", type=Path)
+    args = parser.parse_args()
+    args.ctx = [int(n) for n in args.ctx.split(",")]
+    args.method = args.method or ("eagle" if args.draft else "mtp")
+    args.draft_tokens = args.draft_tokens or (args.steps + 1 if args.topk == 1 else 8)
+    for folder in filter(None, (args.model, args.draft)):
+        if not (folder / "config.json").is_file():
+            parser.error(f"there is no config.json in {folder}")
+    if args.engine == "vllm" and args.topk > 1:
+        parser.error("--topk: vLLM has no trees")
+    if args.profile and args.what != "steps":
+        parser.error("--profile goes with steps")
+    return args
+
+
+@contextlib.contextmanager
+def _turn(path: Path | None) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    with open(f"{path}.ready", "a") as ready:
+        print(os.getpid(), file=ready, flush=True)
+    while not path.exists():
+        time.sleep(0.2)
+    with open(path) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _step_times(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    found = {}
+    for length in args.ctx:
+        prompt = _random_prompt(length)
+        for _ in range(2):  # fills the prefix cache, and compiles what a hit still needs
+            engine.generate([prompt], 1)
+        one = min(engine.generate([prompt], 1).seconds for _ in range(3))
+        most = min((engine.generate([prompt], 1 + STEPS) for _ in range(3)), key=lambda run: run.seconds)
+        found[length] = {"ms_per_step": round((most.seconds - one) / most.steps * 1e3, 3), "verify_steps": most.steps}
+    return {"ctx": found}
+
+
+def _random_prompt(length: int) -> list[int]:
+    draw = random.Random(length)
+    return [draw.randrange(10, 30000) for _ in range(length)]
+
+
+def _text(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.models import data
+
+    prompts = data.prompts(args.prompts, longest=600)
+    first, second = (engine.generate(prompts, args.new_tokens) for _ in range(2))
+    return {
+        "seconds": round(second.seconds, 3),
+        "tokens_per_step": _tokens_per_step(second),
+        "repeat_same": first.tokens == second.tokens,
+        "tokens": second.tokens,
+    }
+
+
+def _soak(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.models import data
+
+    prompts = data.prompts(16, longest=600)
+    draw = random.Random(0)
+    found, alone = {}, dict[tuple[int, int], list[int]]()
+    for batch in SOAK_BATCHES:
+        places = [(draw.randrange(len(prompts)), draw.choice((32, 64, 96, 160))) for _ in range(SOAK_REQUESTS * batch)]
+        requests = [(prompts[prompt], new) for prompt, new in places]
+        engine.serve(requests[: 4 * batch], batch)
+        before = _used_memory()
+        run = engine.serve(requests, batch)
+        growth = _used_memory() - before
+        if batch == 1:
+            alone = dict(zip(places, run.tokens, strict=True))
+        seen = [tokens == alone[place] for place, tokens in zip(places, run.tokens, strict=True) if place in alone]
+        found[batch] = {
+            "requests": len(requests),
+            "seconds": round(run.seconds, 2),
+            "verify_steps_of_all_requests": run.steps,
+            "tokens_per_step": _tokens_per_step(run),
+            "memory_growth_bytes": growth,
+            "as_alone": [sum(seen), len(seen)],
+        }
+    return {"batch": found}
+
+
+def _tokens_per_step(run: Generated) -> float:
+    return round(sum(map(len, run.tokens)) / max(run.steps, 1), 3)
+
+
+def _used_memory() -> int:
+    import torch
+
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    return total - free
+
+
+def _counters(folder: str) -> tuple[list[list[Any]], dict[str, list[float]]]:
+    from flashmap.adapters import observe
+
+    time.sleep(1)  # processes write them every half second
+    report = observe.collect(folder)
+    differences = {name: [found.calls, found.largest, found.scale] for name, found in report.layers.items()}
+    return [[*key, n] for key, n in sorted(report.counts.items())], differences
+
+
+if __name__ == "__main__":
+    main()
