@@ -6,7 +6,7 @@
 ``steps``: DIR needs a config.json alone, weights are made up. The prompts stay in the prefix cache, so that 1 token and 1 + 96 tokens
 differ by the verify steps; the fastest of three of each is taken. ``text``: held-out prompts of the small models, greedy;
 new tokens over verify steps, and the tokens. ``soak``: the same with 1, 8 and 32 requests in flight, of mixed lengths, for at least
-512 steps each; by how much the GPU's used memory grew after the first round, and how many requests got the tokens that they get alone.
+512 steps each; by how much the engine's memory on the GPU grew after the first round, and how many requests got the tokens that they get alone.
 
 ``--flashmap check`` also runs the engine's own kernel in every call and keeps the largest difference; it goes without CUDA graphs.
 One JSON line, appended to --json-out. Compare runs of one machine, made one after the other; ``--turn`` lets several engines load at once.
@@ -146,6 +146,7 @@ def _text(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(second.seconds, 3),
         "tokens_per_step": _tokens_per_step(second),
         "repeat_same": first.tokens == second.tokens,
+        "prompts": prompts,
         "tokens": second.tokens,
     }
 
@@ -160,9 +161,9 @@ def _soak(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
         places = [(draw.randrange(len(prompts)), draw.choice((32, 64, 96, 160))) for _ in range(SOAK_REQUESTS * batch)]
         requests = [(prompts[prompt], new) for prompt, new in places]
         engine.serve(requests[: 4 * batch], batch)
-        before = _used_memory()
+        before = engine.memory()
         run = engine.serve(requests, batch)
-        growth = _used_memory() - before
+        growth = engine.memory() - before
         if batch == 1:
             alone = dict(zip(places, run.tokens, strict=True))
         seen = [tokens == alone[place] for place, tokens in zip(places, run.tokens, strict=True) if place in alone]
@@ -179,13 +180,6 @@ def _soak(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
 
 def _tokens_per_step(run: Generated) -> float:
     return round(sum(map(len, run.tokens)) / max(run.steps, 1), 3)
-
-
-def _used_memory() -> int:
-    import torch
-
-    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    return total - free
 
 
 def _counters(folder: str) -> tuple[list[list[Any]], dict[str, list[float]]]:

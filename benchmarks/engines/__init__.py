@@ -31,6 +31,10 @@ class Engine(Protocol):
         """In order, ``batch`` of them in flight."""
         ...
 
+    def memory(self) -> int:
+        """Bytes of the GPU in use: the engine's where it can tell, else everybody's."""
+        ...
+
     def profile(self, prompt: list[int], folder: Path) -> None:
         """A torch profiler trace of a few steps."""
         ...

@@ -76,6 +76,12 @@ class Sglang:
         start = time.monotonic()
         return _generated(start, self._engine.loop.run_until_complete(every()))
 
+    def memory(self) -> int:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()  # the scheduler is another process
+        return total - free
+
     def profile(self, prompt: list[int], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._engine.start_profile(output_dir=str(folder), activities=["CPU", "GPU"], with_stack=False, record_shapes=False)

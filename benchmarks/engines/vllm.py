@@ -75,6 +75,11 @@ class Vllm:
         found = [tokens[str(i)] for i in range(len(requests))]
         return Generated(seconds, found, self._drafts() - before or sum(map(len, found)))
 
+    def memory(self) -> int:
+        import torch
+
+        return torch.cuda.memory_reserved()
+
     def profile(self, prompt: list[int], folder: Path) -> None:
         import torch
 
