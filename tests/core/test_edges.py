@@ -10,7 +10,7 @@ import torch
 from mean_case import mean_case, near, rows
 
 from flashmap.core import PagedKV, verify_attention
-from flashmap.core.implementations.triton_splitkv.scratch import Scratch
+from flashmap.core.implementations.triton_shared.scratch import Scratch
 from flashmap.core.testing import Case, build, compare, expected
 
 INF = float("inf")
