@@ -107,6 +107,13 @@ VARIABLES: dict[str, Variable] = {
             False,
             "1: SGLang's triton backend keeps the tree masks alone, without a column for each cached key",
         ),
+        Variable(
+            "FLASHMAP_FA3_FINITE_PAGES",
+            _flag,
+            _FLAG,
+            False,
+            "1: a promise that cache rows which no request lists hold finite numbers; fa3 and fa3_tail may then copy whole pages",
+        ),
         Variable("FLASHMAP_SPLITKV_WAVES", _positive, "an integer >= 1", None, "triton_splitkv: programs per SM to aim for"),
         Variable("FLASHMAP_SPLITKV_MAX_SPLITS", _positive, "an integer >= 1", None, "triton_splitkv: most splits of one request's prefix"),
         Variable("FLASHMAP_SPLITKV_MIN_CHUNK", _positive, "an integer >= 1", None, "triton_splitkv: fewest keys in a split"),

@@ -16,11 +16,14 @@ from flashmap.core.interface import VerifyAttention
 logger = logging.getLogger(__name__)
 GROUP = "flashmap.implementations"
 
-# The module of each implementation of ours, which holds it as IMPLEMENTATION; imported when first asked for.
+# Where each implementation of ours is, "module:NAME"; imported when first asked for.
 _OURS = {
-    "reference": "flashmap.core.reference",
-    "torch_dense": "flashmap.core.implementations.torch_dense",
-    "triton_splitkv": "flashmap.core.implementations.triton_splitkv",
+    "reference": "flashmap.core.reference:IMPLEMENTATION",
+    "torch_dense": "flashmap.core.implementations.torch_dense:IMPLEMENTATION",
+    "triton_splitkv": "flashmap.core.implementations.triton_splitkv:IMPLEMENTATION",
+    "fa3_tail": "flashmap.core.implementations.composite:FA3_TAIL",
+    "fa3": "flashmap.core.implementations.composite:FA3",
+    "flashmla_tail": "flashmap.core.implementations.composite:FLASHMLA_TAIL",
 }
 _registered: dict[str, VerifyAttention] = {}
 _changes = 0
@@ -67,7 +70,8 @@ def _changed() -> None:
 
 @functools.cache
 def _ours(name: str) -> VerifyAttention:
-    implementation: VerifyAttention = import_module(_OURS[name]).IMPLEMENTATION
+    module, _, attribute = _OURS[name].partition(":")
+    implementation: VerifyAttention = getattr(import_module(module), attribute)
     return implementation
 
 
