@@ -1,4 +1,4 @@
-"""Compile the kernels of triton_splitkv for sm_90 on a machine without a GPU; one JSON line a request.
+"""Compile the kernels of triton_splitkv and composite for sm_90 on a machine without a GPU; one JSON line a request.
 
 Run by test_compile.py in a process of its own, as the other tests have Triton interpret instead. Triton's driver is
 replaced by one that names the target; launches become ``warmup`` calls, which compile and stop.
@@ -18,6 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from flashmap.core import DeviceInfo, VerifyRequest
+from flashmap.core.implementations.composite import kernels as composite_kernels
+from flashmap.core.implementations.composite import launch as composite_launch
 from flashmap.core.implementations.triton_splitkv import config, kernels, launch
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -33,6 +35,14 @@ REQUESTS = {
     "mla": MLA,
     "mla tree": replace(MLA, max_query_len=17, mask="full", draft="dense"),
     "mla fp8": replace(MLA, kv_dtype="fp8_e5m2", scales="host"),
+}
+# For a composite implementation, whose library's result is made up.
+TAILS = {
+    "tail gqa tree": ("fa3_tail", replace(GQA, max_query_len=17, mask="qlen")),
+    "tail gqa everything": ("fa3_tail", replace(GQA, head_dim=192, mask="full", kv_start=True, sinks=True, return_lse=True, draft="dense")),
+    "tail mla tree": ("fa3_tail", replace(MLA, max_query_len=17, mask="packed")),
+    "short mla": ("fa3", MLA),
+    "tail flashmla": ("flashmla_tail", replace(MLA, heads=128, mask="qlen", draft="slots")),
 }
 
 
@@ -69,6 +79,34 @@ def compile_request(request: VerifyRequest) -> dict:
     }
 
 
+def compile_tail(name: str, request: VerifyRequest) -> dict:
+    """All kernels that the named implementation launches; what is reported is the tail's."""
+    call = launch.empty_call(request, torch.device("cpu"))
+    names = ("lengths_kernel", "pack_kernel", "tail_kernel")
+    originals = {kernel: getattr(composite_kernels, kernel) for kernel in names}
+    compiled = {kernel: _Compiled(original) for kernel, original in originals.items()}
+    for kernel, stand_in in compiled.items():
+        setattr(composite_kernels, kernel, stand_in)
+    plan = composite_launch._plan(call.request, H200, name)
+    try:
+        composite_launch._RUN[name](call, plan, torch.empty(plan.scratch), _library)
+    finally:
+        for kernel, original in originals.items():
+            setattr(composite_kernels, kernel, original)
+    tail = compiled["tail_kernel"].binary
+    return {
+        "launched": [kernel for kernel in names if compiled[kernel].binary],
+        "shared": tail.metadata.shared,
+        **assemble(tail.asm["ptx"]),
+    }
+
+
+def _library(q: torch.Tensor, head_size_v: int = 0, out: torch.Tensor | None = None, **others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    if head_size_v:
+        return q[..., :head_size_v].contiguous(), torch.empty(q.shape[0], q.shape[2], q.shape[1])
+    return out, torch.empty(q.shape[1], q.shape[0])
+
+
 def assemble(ptx: str) -> dict:
     """What ptxas says: registers, bytes of spills, and whether it serialised the warpgroup products (C7510 to C7519)."""
     with tempfile.TemporaryDirectory() as folder:
@@ -97,3 +135,5 @@ if __name__ == "__main__":
     )
     for name, request in REQUESTS.items():
         print(json.dumps({"name": name, **compile_request(request)}), flush=True)
+    for name, (implementation, request) in TAILS.items():
+        print(json.dumps({"name": name, **compile_tail(implementation, request)}), flush=True)

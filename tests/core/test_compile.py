@@ -12,6 +12,13 @@ from flashmap.core import DeviceInfo
 
 HERE = Path(__file__).parent
 NAMES = ("gqa", "gqa 68 rows tree", "gqa d256", "gqa fp8", "mla", "mla tree", "mla fp8")
+TAILS = {
+    "tail gqa tree": ["lengths_kernel", "tail_kernel"],
+    "tail gqa everything": ["lengths_kernel", "tail_kernel"],
+    "tail mla tree": ["lengths_kernel", "tail_kernel"],
+    "short mla": ["tail_kernel"],
+    "tail flashmla": ["pack_kernel", "tail_kernel"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +28,7 @@ def compiled() -> dict[str, dict]:
     done = subprocess.run([sys.executable, HERE / "compile_sm90.py"], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert tuple(row["name"] for row in rows) == NAMES
+    assert tuple(row["name"] for row in rows) == (*NAMES, *TAILS)
     return {row["name"]: row for row in rows}
 
 
@@ -46,3 +53,11 @@ def test_latent_kernel_keeps_its_products_in_flight(compiled: dict[str, dict], n
     assert compiled[name]["config"]["kernel"] == "latent_sm90"
     assert compiled[name]["serialised"] == []
     assert compiled[name]["spilled"] <= 512  # around the draft tokens, outside the loop over the prefix
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_the_composites_launch_two_small_kernels_at_most(compiled: dict[str, dict], name: str) -> None:
+    row = compiled[name]
+    assert row["launched"] == TAILS[name]
+    assert row["spilled"] == 0
+    assert row["shared"] <= DeviceInfo.known("sm90").shared_memory

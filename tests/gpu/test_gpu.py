@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 KERNEL = "triton_splitkv"
+COMPOSITES = ("fa3_tail", "fa3", "flashmla_tail")
 SMALL = list(cases("cuda", size="small"))
 FULL = list(cases("cuda", size="full"))
 SHAPES: dict[str, dict[str, Any]] = {
@@ -229,3 +230,106 @@ def test_a_pool_of_more_than_two_to_the_31_elements() -> None:
 def test_the_automatic_choice_runs_the_kernel() -> None:
     verify_attention(**build(Case("automatic", **SHAPES["gqa"], dtype="bf16"), "cuda"))
     assert stats.snapshot() == {(KERNEL, "run", ""): 1}
+
+
+# -- other libraries' kernels: each test is skipped with the reason where the library, or a part of the call, is not served --------
+
+
+def ready(name: str, case: Case) -> dict[str, Any]:
+    """The case's arguments, or a skip that says why the implementation cannot serve them."""
+    arguments = build(case, "cuda")
+    reasons = registry.get(name).why_not(VerifyRequest.of(**arguments), DeviceInfo.of(torch.device("cuda")))
+    if reasons:
+        pytest.skip("; ".join(map(str, reasons)))
+    return arguments
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.parametrize("case", [case for case in (*SMALL, *FULL) if case.dtype != "fp32"], ids=str)
+def test_composites_conform(name: str, case: Case) -> None:
+    conforms(name, case)
+
+
+PAGES: dict[str, dict[str, Any]] = {
+    "page 1": {"page_size": 1},
+    "page 64": {"page_size": 64},
+    "page 128": {"page_size": 128},
+    "page 640": {"page_size": 640},  # a multiple of the tiles that FlashAttention 3 may copy whole for a head dimension of 128
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", [None, "qlen"])
+@pytest.mark.parametrize("page", PAGES)
+def test_composites_never_use_rows_that_are_not_listed(name: str, shape: str, mask: str | None, page: str) -> None:
+    """Many rows and long pages, with NaN behind every request's last key."""
+    lens: dict[str, Any] = {"query_lens": (17, 64, 3, 0, 40), "prefix_lens": (1300, 65, 5000, 9, 0)}
+    case = Case(f"{shape} {page}", **SHAPES[shape], **PAGES[page], **lens, mask=mask, dtype="bf16", padded=2)
+    ready(name, case)
+    result = check_case(name, case, "cuda")
+    assert result.outcome == "ok", result
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("what", REPLAYED)
+def test_composites_replay_on_other_contents(name: str, shape: str, what: str) -> None:
+    case = Case(f"{shape} {what}", **SHAPES[shape], **{**_BATCH, "page_size": 64, **REPLAYED[what]})
+    ready(name, case)
+    result = check_replay(name, case)
+    assert result.outcome == "ok", result
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_composites_captured_short_replay_long(name: str, shape: str) -> None:
+    case = Case("long", **SHAPES[shape], **{**_BATCH, "page_size": 64}, draft="cache", mask=None if name == "fa3" else "packed")
+    arguments = ready(name, case)
+    kv = arguments["kv"]
+    lens = kv.kv_lens.clone()
+    prepare(VerifyRequest.of(**arguments), Limits(4, 8, kv.max_kv_len), impl=name)
+    kv.kv_lens.fill_(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verify_attention(**arguments, impl=name)
+    kv.kv_lens.copy_(lens)
+    graph.replay()
+    torch.cuda.synchronize()
+    eager = verify_attention(**{**arguments, "out": torch.empty_like(arguments["out"])}, impl=name)
+    rows = sum(case.query_lens)
+    torch.testing.assert_close(arguments["out"][:rows], eager[:rows], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_composites_in_other_orders_on_two_streams_and_without_a_sync(name: str, shape: str) -> None:
+    case = Case(f"{shape} {name}", **SHAPES[shape], **{**_BATCH, "page_size": 64}, mask=None if name == "fa3" else "packed")
+    arguments = ready(name, case)
+    for check in (check_order, check_streams):
+        result = check(name, case, "cuda")
+        assert result.outcome == "ok", f"{check.__name__}: {result}"
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        verify_attention(**arguments, impl=name)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_composites_decline_a_capture_without_scratch(name: str) -> None:
+    shape = SHAPES["mla" if name == "flashmla_tail" else "gqa"]
+    arguments = ready(name, Case("cold", **shape, dtype="bf16", page_size=64, query_lens=(5,) * 3, prefix_lens=(900,) * 3))
+    from flashmap.core.implementations.triton_shared import scratch
+
+    kept = dict(scratch._scratch)
+    scratch._scratch.clear()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
+            torch.zeros(1, device="cuda")  # torch warns of an empty graph
+            verify_attention(**arguments, impl=name)
+        assert [reason.code for reason in declined.value.reasons] == ["scratch"]
+    finally:
+        scratch._scratch.update(kept)

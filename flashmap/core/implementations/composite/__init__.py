@@ -17,9 +17,9 @@ from types import ModuleType
 
 import torch
 
-from flashmap.core.implementations.composite.libraries import HOPPER, Found, fa3, flashmla
+from flashmap.core.implementations.composite.libraries import HOPPER, Attend, Found, fa3, flashmla
 from flashmap.core.inputs import Call
-from flashmap.core.interface import Capability, Implementation, Reason
+from flashmap.core.interface import Capability, Declined, Implementation, Reason
 from flashmap.core.request import DeviceInfo, Limits, VerifyRequest
 
 _LATENT = (576, 512)  # DeepSeek's: a latent of 512 columns, which are also V, and 64 for the position
@@ -66,10 +66,16 @@ class Composite(Implementation):
         return reasons
 
     def prepare(self, request: VerifyRequest, limits: Limits, device: torch.device) -> None:
-        _launch().prepare(request, limits, device, self.plan, self.find(DeviceInfo.of(device)).attend)
+        _launch().prepare(request, limits, device, self.plan, self._attend(device))
 
     def run(self, call: Call) -> None:
-        _launch().run(call, self.plan, self.find(DeviceInfo.of(call.q.device)).attend)
+        _launch().run(call, self.plan, self._attend(call.q.device))
+
+    def _attend(self, device: torch.device) -> Attend:
+        found = self.find(DeviceInfo.of(device))
+        if found.attend is None:  # why_not() said so to whoever asked
+            raise Declined(self.name, found.reasons)
+        return found.attend
 
 
 @dataclass(frozen=True)
