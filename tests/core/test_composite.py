@@ -185,6 +185,14 @@ def test_an_unaligned_cache_is_declined_before_any_launch() -> None:
         assert [reason.code for reason in declined.value.reasons] == ["alignment"] and torch.equal(call.out, before)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_that_turns_the_order_of_logits_is_declined(scale: float) -> None:
+    call = resolve(**build(Case("scale", query_lens=(3,), prefix_lens=(20,), scale=scale)))
+    with pytest.raises(Declined) as declined:
+        doubled("fa3_tail").run(call)
+    assert [reason.code for reason in declined.value.reasons] == ["scale"]
+
+
 def test_the_promise_of_finite_pages_lets_the_library_copy_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLASHMAP_FA3_FINITE_PAGES: right while the promise is kept, and NaN where it is not. By default it is not needed."""
     case = Case("pages", page_size=64, query_lens=(3,), prefix_lens=(70,))

@@ -27,13 +27,13 @@ _LATENT = (576, 512)  # DeepSeek's: a latent of 512 columns, which are also V, a
 
 @dataclass(frozen=True)
 class Composite(Implementation):
-    """``find``: the library, as this process has it; tests give another one. ``plan``: how it is called, by a name of launch.py.
+    """A library with kernels of ours around it; launch.py knows by its name how it is called.
 
-    A cache, or for ``fa3`` an ``out``, that is not aligned to 16 bytes raises Declined when the call is made, before any launch.
+    ``find``: the library, as this process has it; tests give another one. What a request does not tell raises Declined when
+    the call is made, before any launch: a scale that is not positive, a cache (for ``fa3`` an ``out`` too) not aligned to 16 bytes.
     """
 
     find: Callable[[DeviceInfo], Found] = fa3
-    plan: str = "fa3_tail"
 
     def why_not(self, request: VerifyRequest, device: DeviceInfo) -> tuple[Reason, ...]:
         found = [*self.capability.why_not(request, device), *self.shape(request)]
@@ -62,14 +62,14 @@ class Composite(Implementation):
         if self.find(DeviceInfo.of(call.q.device)).attend is None:
             text = "a graph is being captured and the library has not been tried in this process"
             return (Reason("not_probed", text, "call prepare(), or the op once with the same shapes, before the capture"),)
-        reasons: tuple[Reason, ...] = _launch().not_ready(call, self.plan)
+        reasons: tuple[Reason, ...] = _launch().not_ready(call, self.name)
         return reasons
 
     def prepare(self, request: VerifyRequest, limits: Limits, device: torch.device) -> None:
-        _launch().prepare(request, limits, device, self.plan, self._attend(device))
+        _launch().prepare(request, limits, device, self.name, self._attend(device))
 
     def run(self, call: Call) -> None:
-        _launch().run(call, self.plan, self._attend(call.q.device))
+        _launch().run(call, self.name, self._attend(call.q.device))
 
     def _attend(self, device: torch.device) -> Attend:
         found = self.find(DeviceInfo.of(device))
@@ -110,6 +110,6 @@ def _hopper(dtypes: set[str], features: frozenset[str]) -> Capability:
     )
 
 
-FA3_TAIL = Composite("fa3_tail", _hopper({"fp16", "bf16"}, _ANY_DRAFT), fa3, "fa3_tail")
-FA3 = Composite("fa3", _hopper({"fp16", "bf16"}, _CHAIN_IN_CACHE), fa3, "fa3")
-FLASHMLA_TAIL = CompositeMla("flashmla_tail", _hopper({"bf16"}, _ANY_DRAFT), flashmla, "flashmla_tail")
+FA3_TAIL = Composite("fa3_tail", _hopper({"fp16", "bf16"}, _ANY_DRAFT), fa3)
+FA3 = Composite("fa3", _hopper({"fp16", "bf16"}, _CHAIN_IN_CACHE), fa3)
+FLASHMLA_TAIL = CompositeMla("flashmla_tail", _hopper({"bf16"}, _ANY_DRAFT), flashmla)

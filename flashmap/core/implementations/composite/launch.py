@@ -54,7 +54,7 @@ def run(call: Call, name: str, attend: Attend) -> None:
     """Launch. Allocates only when a stream first needs this much scratch, which ``not_ready`` rules out under capture."""
     device = DeviceInfo.of(call.q.device)
     plan = _plan(call.request, replace(device, capturing=False) if device.capturing else device, name)
-    _check_alignment(call, name)
+    _check(call, name)
     scratch = scratch_of(call.q.device)
     memory = scratch.take(plan.scratch, current_stream(call.q.device), capturing=device.capturing)
     assert memory is not None, "select() asks not_ready() before a call under capture"
@@ -255,12 +255,17 @@ def _has_keys(kv: PagedKV) -> bool:
     return kv.max_kv_len > 0 and kv.k.shape[0] > 0
 
 
-def _check_alignment(call: Call, name: str) -> None:
-    kv = _paged(call)
+def _check(call: Call, name: str) -> None:
+    """Raise Declined for what is not in a request."""
+    kv, found = _paged(call), []
+    if call.scale <= 0:  # libraries take the largest logit before they scale it
+        found.append(Reason("scale", f"scale {call.scale} is not more than 0"))
     for title, tensor in (("k", kv.k), ("v", kv.v), ("out", call.out if name == "fa3" else None)):
         if tensor is not None and not _aligned(tensor):
             text = f"{title} with strides {tensor.stride()} does not begin every row at a multiple of 16 bytes"
-            raise Declined(name, (Reason("alignment", text),))
+            found.append(Reason("alignment", text))
+    if found:
+        raise Declined(name, tuple(found))
 
 
 def _aligned(tensor: torch.Tensor) -> bool:
