@@ -247,7 +247,8 @@ def ready(name: str, case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize("name", COMPOSITES)
 @pytest.mark.parametrize("case", [case for case in (*SMALL, *FULL) if case.dtype != "fp32"], ids=str)
 def test_composites_conform(name: str, case: Case) -> None:
-    conforms(name, case)
+    ready(name, case)
+    assert_conforms(name, case, "cuda")
 
 
 PAGES: dict[str, dict[str, Any]] = {
