@@ -326,6 +326,7 @@ SCHEMA = (
     "int sm_margin{more}) -> Tensor[]"
 )
 VLLM = ", Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k"
+SGL = ", int attention_chunk, Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv"
 
 
 @pytest.fixture
@@ -356,10 +357,14 @@ def as_operator(attend: Any) -> Any:
     return fwd
 
 
-@pytest.mark.parametrize("more", ["", VLLM, ", Tensor? sinks", ", int attention_chunk", ", float unknown=2.0"])
+@pytest.mark.parametrize("more", ["", VLLM, SGL, ", float unknown=2.0"])
 def test_found_whatever_else_it_takes(define: Any, more: str) -> None:
     found = search((define("fwd", SCHEMA.format(more=more), as_operator(fa3_double)),), check_fa3, torch.device("cpu"))
     assert found.attend is not None and found.reasons == ()
+    call = resolve(**build(Case("gradient", query_lens=(3,), prefix_lens=(20,))))
+    call.q.requires_grad_()
+    doubled("fa3_tail", found.attend).run(call)
+    assert not call.out.requires_grad
 
 
 def wrong(change: Any) -> Any:

@@ -39,11 +39,12 @@ _PLANNED_TOGETHER = 31  # FlashAttention 3 plans 31 requests a warp, and has a k
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The launches of one request. ``requests``: int32 entries that an array over requests takes in scratch, which keeps the
-    next one aligned; ``packed``: elements of padded query rows; ``scratch``: fp32 elements of all; ``whole_pages``: the library
-    may copy rows of a page that are not listed."""
+    next one aligned; ``packed``: elements of padded query rows; ``scratch``: fp32 elements of all; ``pdl``: a tail that merges may
+    start before the library ends; ``whole_pages``: the library may copy rows of a page that are not listed."""
 
     grid: tuple[int, int]
     constants: dict[str, Any]
+    pdl: bool
     requests: int
     packed: int
     scratch: int
@@ -90,7 +91,6 @@ def _plan(request: VerifyRequest, device: DeviceInfo, name: str) -> Plan:
     requests = -(-(request.num_requests + 1) // 4) * 4
     packed = request.num_requests * length * heads * request.head_dim if name == "flashmla_tail" else 0
     itemsize = 4 if request.dtype == "fp32" else 2
-    pdl = name != "fa3" and device.type == "cuda" and device.has_triton(3, 6)
     return Plan(
         grid=(request.kv_heads * row_blocks, request.num_requests),
         constants=dict(
@@ -117,10 +117,9 @@ def _plan(request: VerifyRequest, device: DeviceInfo, name: str) -> Plan:
             PADDED=name == "flashmla_tail",
             SHORT=name == "fa3",
             PRECISION="ieee" if request.dtype == "fp32" else "tf32",  # of fp32 dots alone
-            PDL=pdl,
             num_warps=_WARPS,
-            **({"launch_pdl": True} if pdl else {}),  # an option that older versions of Triton do not know
         ),
+        pdl=device.type == "cuda" and device.has_triton(3, 6),
         requests=requests,
         packed=packed,
         scratch=4 * requests + -(-packed * itemsize // 4),
@@ -221,6 +220,9 @@ def _tail(call: Call, plan: Plan, part: _Part | None = None, arrays: tuple[torch
     draft_k = or_unused(call.draft_k, unused)
     draft_v = or_unused(call.draft_v, draft_k)
     mask, mask_indptr, mask_row = mask_arguments(call.mask, unused)
+    # Without a library before it, what it reads could be the work of the kernel that it would overtake.
+    pdl = plan.pdl and part is not None
+    option = {"launch_pdl": True} if pdl else {}  # which older versions of Triton do not know
     part = part or _Part(unused, (0, 0, 0), unused, (0, 0, 0))
     kernels.tail_kernel[plan.grid](
         q, kv.k, v, out, or_unused(call.lse, unused), part.out, part.lse, *(arrays or (unused,) * 4),
@@ -230,7 +232,9 @@ def _tail(call: Call, plan: Plan, part: _Part | None = None, arrays: tuple[torch
         *q.stride()[:2], *cache_strides(kv.k), *cache_strides(v), *out.stride()[:2], *part.out_strides, *part.lse_strides,
         kv.block_table.stride()[0], *draft_k.stride()[:2], *draft_v.stride()[:2], mask_row,
         PREFIX=part.out is not unused,
+        PDL=pdl,
         **plan.constants,
+        **option,
     )  # fmt: skip
 
 

@@ -4,8 +4,8 @@
 the engine that ships it would take seconds and set the engine up. What is found is called by the names of its parameters, so
 that a version with more of them still serves, and one that lacks a needed one is declined.
 
-Sources: flash-attention hopper/flash_api_torch_lib.cpp as vLLM 0.26 builds it, sgl-kernel csrc/flash_extension.cc, and
-FlashMLA csrc/api/dense_decode.h.
+Sources: the operators' schemas in the wheels of vLLM 0.26.0 and sglang-kernel 0.4.10; flash-attention hopper/flash_api.cpp and
+paged_kv.h; FlashMLA csrc/api/dense_decode.h and csrc/sm90/decode/dense/splitkv_mla.cuh.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ _PLAIN = {
     "is_rotary_interleaved": False,
     "num_splits": 0,  # the library's own bound, from shapes alone; how many it uses it works out from the lengths, on the device
     "sm_margin": 0,
+    "only_qv": False,
     "cp_world_size": 1,
     "cp_rank": 0,
 }
@@ -81,7 +82,10 @@ _FA3 = (
     _Source("vLLM's FlashAttention 3", "vllm", "vllm_flash_attn/_vllm_fa3_C*.so", "_vllm_fa3_C", "fwd", FA3_PARAMETERS, _PLAIN),
     _Source("sgl_kernel's FlashAttention 3", "sgl_kernel", "flash_ops*.so", "sgl_kernel", "fwd", FA3_PARAMETERS, _PLAIN),
 )
-_FLASHMLA = (_Source("vLLM's FlashMLA", "vllm", "_flashmla_C*.so", "_flashmla_C", "dense_decode_fwd", FLASHMLA_PARAMETERS, {}),)
+_FLASHMLA = (
+    _Source("vLLM's FlashMLA", "vllm", "_flashmla_C*.so", "_flashmla_C", "dense_decode_fwd", FLASHMLA_PARAMETERS, {}),
+    _Source("sgl_kernel's FlashMLA", "sgl_kernel", "flashmla_ops*.so", "sgl_kernel", "dense_decode_fwd", FLASHMLA_PARAMETERS, {}),
+)
 
 _found: dict[str, Found] = {}
 _lock = threading.Lock()
@@ -167,6 +171,7 @@ def bound(operator: Any, parameters: tuple[str, ...], fixed: Mapping[str, Any]) 
     values = [fixed.get(a.name, a.default_value if a.has_default_value() else None) for a in arguments]
     places = {a.name: i for i, a in enumerate(arguments) if a.name in parameters}
 
+    @torch.no_grad()
     def attend(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         call = values.copy()
         for name, value in given.items():
