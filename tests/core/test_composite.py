@@ -417,13 +417,15 @@ def test_a_library_with_other_parameters_is_not_used(define: Any) -> None:
     assert "leftpad_k" in found.reasons[0].text and "block_mask" in found.reasons[1].text
 
 
-def test_the_next_source_is_tried(define: Any) -> None:
+def test_the_next_source_is_tried(define: Any, caplog: pytest.LogCaptureFixture) -> None:
     sources = (
         replace(libraries._FA3[0], package="no_such_package", namespace="flashmap_test_nothing"),
         define("bad", SCHEMA.format(more=""), as_operator(wrong(fails))),
         define("good", SCHEMA.format(more=""), as_operator(fa3_double)),
     )
-    assert search(sources, check_fa3, torch.device("cpu")).attend is not None
+    with caplog.at_level("INFO", logger="flashmap"):
+        assert search(sources, check_fa3, torch.device("cpu")).attend is not None
+    assert len(caplog.records) == 1
     assert [reason.code for reason in search(sources[:2], check_fa3, torch.device("cpu")).reasons] == ["library", "library_probe"]
 
 

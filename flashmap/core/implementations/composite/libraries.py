@@ -11,6 +11,7 @@ paged_kv.h; FlashMLA csrc/api/dense_decode.h and csrc/sm90/decode/dense/splitkv_
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from flashmap.core.request import DeviceInfo
 # Returns (out, log-sum-exp fp32): of FA3 [T, H, Dv] and [H, T], of FlashMLA [R, L, H, Dv] and [R, H, L].
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 HOPPER = (9, 0)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ def search(sources: tuple[_Source, ...], check: Callable[[Attend, torch.device],
             attend = bound(operator, source.parameters, source.fixed)
             error = check(attend, device)
             if error is None:
+                logger.info("flashmap: %s is here and gives right answers", source.title)
                 return Found(attend)
             reasons.append(Reason("library_probe", f"{source.title} gave a wrong answer: {error}"))
         except Exception as error:  # somebody else's code: it is then not used, and must not take the process down
