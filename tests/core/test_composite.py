@@ -121,6 +121,9 @@ MORE = [
     Case("mla short", dtype="fp32", query_lens=(4, 4, 4, 3), prefix_lens=(-3, -4, -1, 9), lse=True, **LATENT),
     Case("mla short chain", dtype="fp16", query_lens=(4, 4, 4, 3), prefix_lens=(-3, -4, -1, 9), padded=2, **LATENT),
     Case("mla overlong", dtype="fp32", query_lens=(3, 2), prefix_lens=(125, 10), overlong=True, padded=1, **LATENT),
+    Case("mla page 1", dtype="fp16", mask="packed", **{**LATENT, "page_size": 1}, **TREE),
+    Case("int64", dtype="fp32", int64=True, strided=True, page_size=4, query_lens=(2, 0, 3, 4), prefix_lens=(33, 5, -2, 0), padded=2),
+    Case("places", dtype="fp16", positions=True, kv_start=True, query_lens=(2, 3), prefix_lens=(33, 0)),
     Case("no table", dtype="fp32", query_lens=(0, 0), prefix_lens=(0, 0), padded=1),
     Case("many requests", dtype="fp32", mask="full", query_lens=(1, 2) * 70, prefix_lens=(3, 0) * 70),
 ]
