@@ -39,7 +39,7 @@ class Found:
 
 
 def fa3(device: DeviceInfo) -> Found:
-    """FlashAttention 3. ``attend(q, k, v, **FA3_PARAMETERS)``, paged, on ragged q."""
+    """FlashAttention 3. ``attend(**FA3_PARAMETERS)``: a paged cache, and q with the rows of all requests."""
     return _once("FlashAttention 3", _FA3, check_fa3, device)
 
 
