@@ -27,7 +27,9 @@ TINY_ARGUMENTS = ("--mem-fraction-static", "0.3", "--context-length", "2048", "-
 def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Adds what both examples take; the rest of the command line goes to the server."""
     parser.add_argument("--model", help="directory or name of the model")
-    parser.add_argument("--tiny", action="store_true", help="one GPU, a tiny DeepSeek: a few seconds a server, and no meaning in the speeds")
+    parser.add_argument(
+        "--tiny", action="store_true", help="one GPU, a tiny DeepSeek: a few seconds a server, and no meaning in the speeds"
+    )
     parser.add_argument("--backend", default="triton", help="SGLang's --attention-backend: triton or fa3")
     known, rest = parser.parse_known_args()
     if known.tiny:
