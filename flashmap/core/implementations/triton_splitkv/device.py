@@ -107,6 +107,13 @@ def columns(rows, d, END: tl.constexpr, BLOCK_END: tl.constexpr, dtype: tl.const
 
 
 @triton.jit
+def power_of_two(x):
+    """The largest power of two up to each x >= 0 (fp32); 1 where there is none. Dividing by it changes no mantissa."""
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power > 0, power, 1.0)
+
+
+@triton.jit
 def scaled(logits, scale, softcap, SOFTCAP: tl.constexpr):
     """Base-2 logits: scaled, soft-capped (tanh by exp2, which saturates without overflow), times log2 e."""
     if SOFTCAP:

@@ -135,6 +135,7 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
         SOFTCAP=request.softcap,
         K_SCALE_ON_DEVICE=request.scales in ("device", "device_k"),
         V_SCALE_ON_DEVICE=request.scales in ("device", "device_v"),
+        FP16=config.fp16,
         PRECISION="ieee" if request.dtype == "fp32" else "tf32",  # of fp32 dots alone
         num_warps=config.warps,
         num_stages=config.stages,
