@@ -10,8 +10,8 @@ import torch
 from mean_case import mean_case, near, rows
 
 from flashmap.core import DeviceInfo, PagedKV, TreeMask, verify_attention
+from flashmap.core.implementations.triton_shared.scratch import Scratch
 from flashmap.core.implementations.triton_splitkv import launch
-from flashmap.core.implementations.triton_splitkv.scratch import Scratch
 from flashmap.core.inputs import resolve
 from flashmap.core.testing import Case, build, compare, expected
 
