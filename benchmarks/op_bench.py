@@ -24,9 +24,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import peers, points, report, timing
+from benchmarks import peers, report, timing
 from benchmarks.peers.ours import Ours
 from benchmarks.problem import Problem
+from flashmap.bench import points
 
 
 class Bench:

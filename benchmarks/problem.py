@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from benchmarks.points import Point
+from flashmap.bench.points import Point
 
 COLD_BYTES = 420e6  # of cache, over all layers; an H200's L2 holds 60 MB
 MIN_LAYERS, MAX_LAYERS = 8, 1024

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.points import Point, Ratio
+from flashmap.bench.points import Point, Ratio
 
 
 def describe(point: Point) -> dict:

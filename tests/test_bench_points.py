@@ -7,8 +7,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import points
-from benchmarks.points import GEOMETRY, GQA_8_1, GQA_32_8, MLA_16, MLA_128, Point
+from flashmap.bench import points
+from flashmap.bench.points import GEOMETRY, GQA_8_1, GQA_32_8, MLA_16, MLA_128, Point
 
 # µs, in GEOMETRY's order: the floor column of the H200 baseline. Chain and tree have the same.
 FLOORS = {

@@ -106,10 +106,10 @@ def explain(request: VerifyRequest, device: DeviceInfo, *, impl: str | None = No
 
     Raises ValueError for a name that is not registered and for a bad FLASHMAP_IMPL or FLASHMAP_STRICT.
     """
-    from flashmap.core import dispatch, registry
+    from flashmap.core import dispatch, registry, tables
 
     policy = dispatch.Policy.from_env(impl, engine_kernel)
-    decision = dispatch.choose(request, device, policy)
+    decision = dispatch.choose(request, device, policy, table=tables.in_force(device))
     candidates = [Candidate(decision.winner, "winner")] if decision.winner is not None else []
     candidates += [Candidate(name, "able") for name in decision.passed]
     candidates += [Candidate(name, "declined", reasons) for name, reasons in decision.declined]
@@ -345,11 +345,12 @@ def _look_at_routing(engine: Engine) -> list[Finding]:
     """Whom a plain verify call of the engine would go to. Being hooked is not being chosen: the engine's kernel may be faster."""
     import torch
 
-    from flashmap.core import dispatch
+    from flashmap.core import dispatch, tables
 
     device = DeviceInfo.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        decision = dispatch.choose(plain_request(), device, dispatch.Policy.from_env(engine_kernel=engine.name))
+        policy = dispatch.Policy.from_env(engine_kernel=engine.name)
+        decision = dispatch.choose(plain_request(), device, policy, table=tables.in_force(device))
     except ValueError as error:
         return [Finding("failure", engine.name, "bad_value", str(error))]
     if decision.winner is not None:

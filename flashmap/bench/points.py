@@ -32,12 +32,21 @@ class Shape:
         """Elements that the cache holds per token."""
         return self.kv_heads * (self.head_dim if self.latent else self.head_dim + self.v_head_dim)
 
+    @classmethod
+    def named(cls, name: str) -> Shape:
+        """The shape of a name such as "gqa32/8" (d128), "gqa64/8d256" or "mla16". Raises ValueError for any other."""
+        found = re.fullmatch(r"mla(\d+)|gqa(\d+)/(\d+)(?:d(\d+))?", name)
+        if found is None:
+            raise ValueError(f"shape {name!r} is not understood: write it like gqa32/8, gqa64/8d256 or mla16")
+        latent_heads, heads, kv_heads, head_dim = (int(number) if number else 0 for number in found.groups())
+        if latent_heads:
+            return cls(name, latent_heads, 1, 576, 512, latent=True)
+        if not kv_heads or not heads or heads % kv_heads:
+            raise ValueError(f"shape {name!r}: {heads} heads are no multiple of {kv_heads} KV heads")
+        return cls(name, heads, kv_heads, head_dim or 128, head_dim or 128)
 
-GQA_32_8 = Shape("gqa32/8", 32, 8, 128, 128)
-GQA_8_1 = Shape("gqa8/1", 8, 1, 128, 128)
-MLA_16 = Shape("mla16", 16, 1, 576, 512, latent=True)
-MLA_128 = Shape("mla128", 128, 1, 576, 512, latent=True)
-SHAPES = (GQA_32_8, GQA_8_1, MLA_16, MLA_128)
+
+SHAPES = GQA_32_8, GQA_8_1, MLA_16, MLA_128 = tuple(map(Shape.named, ("gqa32/8", "gqa8/1", "mla16", "mla128")))
 
 
 @dataclass(frozen=True, slots=True)
