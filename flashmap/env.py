@@ -114,6 +114,8 @@ VARIABLES: dict[str, Variable] = {
             False,
             "1: SGLang's triton backend keeps the tree masks alone, without a column for each cached key",
         ),
+        Variable("FLASHMAP_PEERS", _name, "a folder", None, "`flashmap bench`: look for peers here too (benchmarks/pack_peers.py)"),
+        Variable("FLASHMAP_COMMIT", _name, "a commit", None, "`flashmap bench`: what results say of a checkout without .git"),
         Variable("FLASHMAP_SPLITKV_WAVES", _positive, "an integer >= 1", None, "triton_splitkv: programs per SM to aim for"),
         Variable("FLASHMAP_SPLITKV_MAX_SPLITS", _positive, "an integer >= 1", None, "triton_splitkv: most splits of one request's prefix"),
         Variable("FLASHMAP_SPLITKV_MIN_CHUNK", _positive, "an integer >= 1", None, "triton_splitkv: fewest keys in a split"),

@@ -1,13 +1,17 @@
 """The benchmark's points: shapes, batches and what no kernel can beat on an H200. No torch, no GPU.
 
-`op_bench.py` times them. A point is one call of the op: `bs` requests with `ctx` cached tokens and `length` query tokens each.
-`TABLE` is the main table; `features()` are pairs of points whose ratio says what a property of the input costs.
+`run.py` times them. A point is one call of the op: `bs` requests with `ctx` cached tokens and `length` query tokens each.
+`TABLE` is the main table, `SWEEPS` goes along one axis after another, `TUNE` are the classes that a table of measured times is made of;
+`features()` are pairs of points whose ratio says what a property of the input costs.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 # Ceilings of one H200: a device copy moves 4.26 TB/s, a read 4.39; a large bf16 product runs at 770 to 800 TFLOP/s.
 BYTES_PER_US = 4.3e6
@@ -62,6 +66,12 @@ class Point:
     kv: str = "bf16"
     spread: str = "uniform"
 
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Point:
+        """The point of a results file's record."""
+        facts = (record["bs"], record["L"], record["ctx"], record["mask"] == "tree", record["page"], record["kv"], record["lens"])
+        return cls(Shape.named(record["shape"]), *facts)
+
     @property
     def mask(self) -> str:
         return "tree" if self.tree else "chain"
@@ -92,33 +102,86 @@ class Point:
         return (sum(self.prefix_lens) + sum(self.query_lens)) * self.shape.values_per_key * size
 
     @property
+    def rows(self) -> int:
+        """Query rows that share a KV head."""
+        return self.shape.heads // self.shape.kv_heads * self.length
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that one call has to move: what it reads of the cache, the queries and the output."""
+        return self.kv_bytes + 2 * self._row * sum(self.query_lens)
+
+    @property
+    def _row(self) -> int:
+        """Elements of q and out of one token, which are the multiply-adds for one key too."""
+        return self.shape.heads * (self.shape.head_dim + self.shape.v_head_dim)
+
+    @property
     def floor_us(self) -> float:
-        """The larger of memory time and arithmetic time. A draft token sees half of the other draft tokens on average."""
-        row = self.shape.heads * (self.shape.head_dim + self.shape.v_head_dim)  # elements of q and out; multiply-adds per key
-        moved = self.kv_bytes + 2 * row * sum(self.query_lens)
+        """The larger of memory time and arithmetic time on an H200. A draft token sees half of the other draft tokens on average."""
         seen = sum(n * (p + n / 2) for n, p in zip(self.query_lens, self.prefix_lens, strict=True))
-        return max(moved / BYTES_PER_US, 2 * row * seen / FLOPS_PER_US)
+        return max(self.moved_bytes / BYTES_PER_US, 2 * self._row * seen / FLOPS_PER_US)
 
 
 GEOMETRY = ((1, 4, 1024), (1, 4, 8192), (1, 17, 8192), (1, 64, 32768), (1, 17, 65536), (8, 4, 8192), (8, 17, 8192), (32, 4, 4096))
 TABLE = tuple(Point(shape, bs, length, ctx, tree) for shape in SHAPES for bs, length, ctx in GEOMETRY for tree in (False, True))
 # A minute's worth: every shape and mask, a small, a long and a large batch.
 QUICK = tuple(p for p in TABLE if (p.bs, p.length, p.ctx) in ((1, 4, 1024), (1, 17, 65536), (8, 17, 8192)))
-_SETS = {
-    "all": TABLE,
-    "gqa": tuple(p for p in TABLE if not p.shape.latent),
-    "mla": tuple(p for p in TABLE if p.shape.latent),
-    "quick": QUICK,
-}
+
+
+def sweep(
+    shapes: Iterable[Shape] = (GQA_32_8,),
+    *,
+    batches: Iterable[int] = (1,),
+    lengths: Iterable[int] = (4,),
+    contexts: Iterable[int] = (8192,),
+    masks: Iterable[str] = ("chain", "tree"),
+    kvs: Iterable[str] = ("bf16",),
+    pages: Iterable[int] = (64,),
+    spreads: Iterable[str] = ("uniform",),
+) -> list[Point]:
+    """Every combination, those of one class (which differ in their cached tokens alone) after one another."""
+    axes = product(shapes, kvs, pages, spreads, batches, lengths, masks, contexts)
+    return [Point(shape, bs, n, ctx, mask == "tree", page, kv, spread) for shape, kv, page, spread, bs, n, mask, ctx in axes]
+
+
+def _sweeps() -> tuple[Point, ...]:
+    points: list[Point] = []
+    for shape in map(Shape.named, ("gqa32/8", "gqa28/4", "gqa64/8", "gqa8/1", "gqa32/8d64", "gqa32/8d256", "mla16", "mla32", "mla128")):
+        points += sweep([shape], lengths=[8], contexts=[1024 << n for n in range(8)])
+        points += sweep([shape], batches=[1 << n for n in range(7)])
+        points += sweep([shape], lengths=[1 << n for n in range(7)], contexts=[16384])
+        points += sweep([shape], batches=[8], kvs=("bf16", "fp8"))
+        points += sweep([shape], batches=[8], pages=(1, 16))
+        points += sweep([shape], batches=[8], spreads=("ragged",))
+    return tuple(dict.fromkeys(points))
+
+
+def _tune() -> tuple[Point, ...]:
+    points: list[Point] = []
+    for shape in map(Shape.named, ("gqa32/8", "gqa64/8", "gqa8/1", "mla16", "mla128")):
+        points += sweep([shape], batches=(1, 8, 32), lengths=(4, 8, 16), contexts=(1024, 8192, 32768))
+        points += sweep([shape], lengths=(64,), contexts=(8192, 32768))
+        points += sweep([shape], batches=(1, 8), lengths=(4, 16), contexts=(8192, 32768), kvs=("fp8",))
+    return tuple(points)
+
+
+SWEEPS, TUNE = _sweeps(), _tune()
+SETS = {"quick": QUICK, "all": TABLE, "sweeps": SWEEPS, "tune": TUNE, "none": ()}
 
 
 def select(text: str) -> list[Point]:
-    """The table's points for --points: all, gqa, mla, quick, or those whose label a regular expression matches."""
-    if text in _SETS:
-        return list(_SETS[text])
-    found = [p for p in TABLE if re.search(text, p.label)]
-    if not found:
-        raise ValueError(f"--points {text!r} matches none of the {len(TABLE)} labels, such as {TABLE[0].label!r}; sets: {', '.join(_SETS)}")
+    """The points for --points: a set, a regular expression over the main table's labels, or SET:REGEX. Raises ValueError."""
+    name, _, pattern = text.partition(":")
+    if name not in SETS:
+        name, pattern = "all", text
+    try:
+        found = [p for p in SETS[name] if re.search(pattern, p.label)]
+    except re.error as error:
+        raise ValueError(f"--points {text!r} is no regular expression: {error}") from None
+    if not found and name != "none":
+        labels = f"the {len(SETS[name])} labels of {name!r}, such as {SETS[name][0].label!r}"
+        raise ValueError(f"--points {text!r} matches none of {labels}; sets: {', '.join(SETS)}")
     return found
 
 

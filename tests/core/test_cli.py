@@ -341,7 +341,7 @@ def test_help_loads_no_torch() -> None:
     code = "import sys; from flashmap.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in ("doctor", "list", "explain", "check", "demo"):
+    for command in ("doctor", "list", "explain", "check", "demo", "bench"):
         assert command in done.stdout
 
 

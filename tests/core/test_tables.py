@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flashmap.bench.tune import derive
+from flashmap.bench.tune import changes, derive, read
 from flashmap.core import dispatch, registry, tables
 from flashmap.core.dispatch import Policy
 from flashmap.core.interface import Implementation
@@ -212,7 +212,7 @@ def test_a_checked_in_table_is_what_its_results_files_give(path: Path) -> None:
     found = Table.from_json(path.read_text())
     assert tables.checked_in(found.gpu) is not None
     results = ROOT / "benchmarks" / "results"
-    assert derive([results / name for name in found.results]).to_json() == path.read_text()
+    assert derive(read(results / name for name in found.results)).to_json() == path.read_text()
     assert all((results / left.results).is_file() for left in found.left)
 
 
@@ -243,7 +243,7 @@ def test_derive_takes_what_a_table_can_say(tmp_path: Path) -> None:
         + record(who="fa3", ctx=4096, us=None).replace('"us": null', '"skipped": "no"')
     )
     second.write_text(record(ctx=8192, us=5.0, impl="mine") + record(who="ours:other", ctx=8192, sm_count=7, capability=[8, 0]))
-    found = derive([first, second])
+    found = derive(read([first, second]))
     (one,) = found.classes
     assert one.us == {1024: {"ours:triton_splitkv": 2.0, "fa3": 3.0}, 8192: {"ours:mine": 5.0, "ours:other": 2.0}}
     assert (found.gpu, found.sm_count, found.capability, found.results) == ("NVIDIA H200", 7, (8, 0), ("first.jsonl", "second.jsonl"))
@@ -254,7 +254,27 @@ def test_derive_refuses_two_gpus_and_nothing(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     file.write_text(record() + record(gpu="NVIDIA A100"))
     with pytest.raises(ValueError, match="one GPU"):
-        derive([file])
+        derive(read([file]))
     file.write_text("")
     with pytest.raises(ValueError, match="no time"):
-        derive([file])
+        derive(read([file]))
+
+
+def test_a_results_file_that_is_none_is_an_error_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"results\.jsonl"):
+        read([file])
+    with pytest.raises(ValueError, match=r"missing\.jsonl"):
+        read([tmp_path / "missing.jsonl"])
+
+
+def test_what_changed_is_said_class_by_class() -> None:
+    us = {1024: {"ours:a": 1.0, "ours:b": 2.0, "fa3_cascade": 1.5}}
+    slower = {1024: {"ours:a": 3.0, "ours:b": 2.0, "fa3_cascade": 1.5}}
+    before, after = table(of(1, 4, us), of(1, 20, us)), table(of(1, 4, us), of(1, 20, slower))
+    assert changes(before, before) == []
+    (change,) = changes(before, after)
+    assert "1 x 20 tokens" in change.calls and "a > b" in change.before and "fa3: a" in change.before
+    assert "b > a" in change.after and "fa3: the engine" in change.after
+    assert [c.before for c in changes(None, after)] == ["no table"] * 2
