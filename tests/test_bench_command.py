@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,28 @@ def test_sweeps_are_every_combination() -> None:
     assert len(points) == 3 * 2 * 2 * 2 * 2 == len({p.label for p in points})
     assert {p.ctx for p in points} == {1024, 131072} and {p.length for p in points} == {4} and not any(p.tree for p in points)
     assert {p.shape.head_dim for p in points} == {128, 256, 576}
+
+
+def test_who_is_timed() -> None:
+    def asked(peers_: str | None, impl: str | None, tune: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        who = command._participants(peers_, impl, "cache", "qlen", tune=tune)
+        return who.impl, who.peers
+
+    every = tuple(name for name in registry.names() if name not in ("reference", "torch_dense"))
+    assert asked(None, None) == (("auto",), peers.DEFAULT)
+    assert asked(None, None, tune=True) == (every, ("fa3", "fa3_cascade", "flashmla"))
+    assert asked("all", "auto,all") == (("auto", *every), tuple(peers.PEERS))
+    assert asked("none", "none") == ((), ()) and asked("fa3,fa3", "reference") == (("reference",), ("fa3",))
+
+
+def test_peers_are_looked_for_in_a_folder_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "seed_splitkv.py").write_text("class SplitKVVerify:\n    pass\n")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    with pytest.raises(peers.Skip, match="FLASHMAP_PEERS is not set"):
+        peers.load("seed")
+    monkeypatch.setenv("FLASHMAP_PEERS", str(tmp_path))
+    assert peers.load("seed").version == "seed" and sys.path[-1] == str(tmp_path)
+    sys.modules.pop("seed_splitkv")
 
 
 def test_the_default_is_the_quick_points(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,17 @@ import json as jsonlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flashmap.bench import points as all_points
-from flashmap.bench.points import Point, Shape
+from flashmap.bench.points import Point, Ratio, Shape
 
 if TYPE_CHECKING:
+    from flashmap.bench.run import Bench, Participants
     from flashmap.core.tables import Table
 
 _UNTIMED = ("reference", "torch_dense")  # of ours: they are there to be right
@@ -39,9 +41,7 @@ def bench(
     features: Annotated[str, typer.Option(help="Pairs of points: fp8, page, ragged, length, imbalance, or all.")] = "",
     host: Annotated[bool, typer.Option("--host", help="Also the host time of an eager call.")] = False,
     peers: Annotated[str | None, typer.Option(help="Names, all or none.", show_default="those that engines verify with")] = None,
-    impl: Annotated[
-        str | None, typer.Option(help="Of ours: names, auto, all or none.", show_default="auto, with --tune auto and all")
-    ] = None,
+    impl: Annotated[str | None, typer.Option(help="Of ours: names, auto, all or none.", show_default="auto, with --tune all")] = None,
     draft: Annotated[str, typer.Option(help="Where our op finds the draft tokens: cache or separate.")] = "cache",
     mask_layout: Annotated[str, typer.Option(help="How our op gets a tree: qlen, full or packed.")] = "qlen",
     same_tree: Annotated[bool, typer.Option("--same-tree", help="One tree for all requests; vllm_unified can do no other.")] = False,
@@ -63,6 +63,7 @@ def bench(
         typer.echo(jsonlib.dumps(files) if json else "\n".join(files))
         return
     from flashmap.bench import tune as tuning
+    from flashmap.core import tables
 
     if results and not tune:
         raise ValueError("--results goes with --tune: add it, or draw the files with --plot")
@@ -74,61 +75,41 @@ def bench(
 
     if not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here to measure on: --plot FILE and --tune --results FILE go without one")
-    from flashmap.bench import peers as all_peers
-    from flashmap.bench import report, run, timing
-    from flashmap.core import registry, tables
+    from flashmap.bench import report, run
 
-    names = {None: all_peers.DEFAULT, "all": tuple(all_peers.PEERS), "none": ()}.get(peers, tuple((peers or "").split(",")))
-    if tune and peers is None:
-        names = tuning.LIBRARIES
-    _all_of("--peers", names, tuple(all_peers.PEERS))
     torch.set_grad_enabled(False)
+    who = _participants(peers, impl, draft, mask_layout, tune=tune)
     if peers_check:
-        lines = run.check_peers(None if peers is None else names, lambda line: typer.echo(line, err=True))
+        lines = run.check_peers(None if peers is None else who.peers, lambda line: typer.echo(line, err=True))
         typer.echo(jsonlib.dumps(lines) if json else "\n".join(lines))
         return
-
-    every = tuple(name for name in registry.names() if name not in _UNTIMED)
-    of_ours = {None: ("auto", *every) if tune else ("auto",), "all": every, "none": ()}.get(impl, tuple((impl or "").split(",")))
-    _all_of("--impl", of_ours, ("auto", *registry.names()))
-    _all_of("--draft", [draft], ("cache", "separate"))
-    _all_of("--mask-layout", [mask_layout], ("qlen", "full", "packed"))
     groups = all_points.features()
     chosen = list(groups) if features == "all" else [group for group in features.split(",") if group]
     _all_of("--features", chosen, tuple(groups))
+    pairs = [row for group in chosen for row in groups[group]]
     wanted = sweep_of(heads, batch, tokens, context, dtype, page, mask, ragged=ragged)
     if points is not None or not (wanted or chosen or host):
         wanted = all_points.select(points or ("tune" if tune else "quick")) + wanted
-    pairs = [row for group in chosen for row in groups[group]]
-    for_pairs = dict.fromkeys(point for row in pairs for point in (row.base, row.other))
 
     if tune:
         table = table or tables.user_file(torch.cuda.get_device_name())
         if json_out is None:
             json_out = table.with_suffix(".jsonl")
             json_out.unlink(missing_ok=True)
-    with _progress(len(wanted) + len(for_pairs) + host * len(run.HOST_POINTS)) as (say, advance):
-        log = report.Log(json_out)
-        who = run.Participants(of_ours, names, draft, mask_layout)
-        measured = run.Bench(who, log, say, max_seconds=max_seconds or float("inf"), same_tree=same_tree)
-        for point in (*wanted, *for_pairs):
-            advance(point.label)
-            measured.point(point)
-        launch_us = timing.bare_launch_us() if host else 0.0
-        for point in run.HOST_POINTS if host else ():
-            advance(f"host {point.label}")
-            measured.host(point, launch_us)
-
-    if json and not tune:
-        typer.echo(jsonlib.dumps({"records": log.records, "not_run": measured.not_run, "broken": measured.broken}, indent=2))
-    elif not json:
+    log = report.Log(json_out)
+    seconds = max_seconds or float("inf")
+    make = partial(run.Bench, who, log, max_seconds=seconds, same_tree=same_tree)
+    measured, bare = _measure(wanted, pairs, make, host=host)
+    if not json:
         if host:
-            typer.echo(f"host time of a bare Triton launch: {launch_us:.1f} us")
+            typer.echo(f"host time of a bare Triton launch: {bare:.1f} us")
         for line in (
             *report.feature_table(pairs, measured.records, measured.names),
             *report.table(wanted, measured.records, list(measured.ours), list(measured.peers)),
         ):
             typer.echo(line)
+    elif not tune:
+        typer.echo(jsonlib.dumps({"records": log.records, "not_run": measured.not_run, "broken": measured.broken}, indent=2))
     if measured.broken:
         typer.echo(f"stopped, the GPU answers no more after {measured.broken}", err=True)
     if measured.not_run:
@@ -139,6 +120,40 @@ def bench(
         _write_table(tuning.derive({json_out.name: log.records}), table, json)
     bad = any("wrong" in record or "failed" in record for record in log.records if record["who"].startswith(tables.OURS))
     raise typer.Exit(int(bad or bool(measured.broken)))
+
+
+def _participants(peers: str | None, impl: str | None, draft: str, layout: str, *, tune: bool) -> Participants:
+    """Who is timed, of ``--peers`` and ``--impl``. Raises ValueError for a name that is not there."""
+    from flashmap.bench import peers as registry_of_peers
+    from flashmap.bench.run import Participants
+    from flashmap.bench.tune import LIBRARIES
+    from flashmap.core import registry
+
+    peers = (",".join(LIBRARIES if tune else registry_of_peers.DEFAULT)) if peers is None else peers
+    impl = ("all" if tune else "auto") if impl is None else impl
+    theirs = _names("--peers", peers, tuple(registry_of_peers.PEERS), tuple(registry_of_peers.PEERS))
+    timed = tuple(name for name in registry.names() if name not in _UNTIMED)
+    ours = _names("--impl", impl, timed, ("auto", *registry.names()))
+    _all_of("--draft", [draft], ("cache", "separate"))
+    _all_of("--mask-layout", [layout], ("qlen", "full", "packed"))
+    return Participants(ours, theirs, draft, layout)
+
+
+def _measure(wanted: list[Point], pairs: list[Ratio], make: Callable[[Callable[[str], None]], Bench], *, host: bool) -> tuple[Bench, float]:
+    """Everyone on every point, under a progress bar; the bench, and the host time of a bare launch where it was asked for."""
+    from flashmap.bench import run, timing
+
+    points = list(dict.fromkeys((*wanted, *(point for row in pairs for point in (row.base, row.other)))))
+    with _progress(len(points) + host * len(run.HOST_POINTS)) as (say, advance):
+        measured = make(say)
+        for point in points:
+            advance(point.label)
+            measured.point(point)
+        bare = timing.bare_launch_us() if host else 0.0
+        for point in run.HOST_POINTS if host else ():
+            advance(f"host {point.label}")
+            measured.host(point, bare)
+    return measured, bare
 
 
 def sweep_of(heads: str, batch: str, tokens: str, context: str, dtype: str, page: str, mask: str, *, ragged: bool = False) -> list[Point]:
@@ -221,6 +236,15 @@ def _numbers(option: str, text: str) -> list[int]:
             raise ValueError(f"{option} {text!r} is not understood: write whole numbers such as 1,8 or 8k,128k")
         found.append(int(digits) * factor)
     return found
+
+
+def _names(option: str, text: str, every: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Names separated by commas, where "all" stands for ``every`` and "none" for nobody."""
+    found: list[str] = []
+    for name in text.split(","):
+        found += every if name == "all" else () if name == "none" else (name,)
+    _all_of(option, found, allowed)
+    return tuple(dict.fromkeys(found))
 
 
 def _all_of(option: str, values: Any, allowed: tuple[str, ...]) -> None:

@@ -160,9 +160,9 @@ def _sweeps() -> tuple[Point, ...]:
 def _tune() -> tuple[Point, ...]:
     points: list[Point] = []
     for shape in map(Shape.named, ("gqa32/8", "gqa64/8", "gqa8/1", "mla16", "mla128")):
-        points += sweep([shape], batches=(1, 8, 32), lengths=(4, 8, 16), contexts=(1024, 8192, 32768))
-        points += sweep([shape], lengths=(64,), contexts=(8192, 32768))
-        points += sweep([shape], batches=(1, 8), lengths=(4, 16), contexts=(8192, 32768), kvs=("fp8",))
+        points += sweep([shape], batches=(1, 8, 32), lengths=(4, 8, 17), contexts=(1024, 8192, 32768))
+        points += sweep([shape], batches=(1, 8), lengths=(32, 64), contexts=(8192, 32768))
+        points += sweep([shape], batches=(1, 8), lengths=(4, 17), contexts=(8192, 32768), kvs=("fp8",))
     return tuple(points)
 
 

@@ -46,6 +46,7 @@ class Bench:
         self.records: Records = {}
         self.not_run: list[str] = []
         self.broken = ""  # a CUDA error ends a process's use of the GPU: nothing is run after one
+        peers.look_in_folder()  # ours may need a library of it too
         self.ours = {f"ours:{name}": Ours(None if name == "auto" else name, who.draft, who.layout) for name in who.impl}
         self.peers: dict[str, peers.Peer] = {}
         self.absent: dict[str, str] = {}

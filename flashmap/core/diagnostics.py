@@ -233,7 +233,18 @@ def _look_at_gpu() -> list[Finding]:
         facts = DeviceInfo.of(torch.device("cuda", index))
         major, minor = facts.capability
         found.append(Finding("ok", "gpu", "device", f"{index}: {facts.name}, compute capability {major}.{minor}, {facts.sm_count} SMs"))
+        found.append(_table_of(facts))
     return found
+
+
+def _table_of(device: DeviceInfo) -> Finding:
+    from flashmap.core import tables
+
+    table = tables.in_force(device)
+    if table is not None:
+        return Finding("ok", "gpu", "table", f"{device.name} is chosen for by the times in {table.source}, of {table.date}")
+    text = f"no table has times of {device.name}: FlashAttention 3 and FlashMLA keep their calls in an engine"
+    return Finding("info", "gpu", "no_table", text, "flashmap bench --tune measures them here")
 
 
 def _look_at_variables(environ: Mapping[str, str]) -> list[Finding]:
