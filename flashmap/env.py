@@ -122,6 +122,7 @@ VARIABLES: dict[str, Variable] = {
         Variable("FLASHMAP_SPLITKV_BLOCK_N", _power_of_two, "a power of two >= 16", None, "triton_splitkv: keys in a tile"),
         Variable("FLASHMAP_SPLITKV_WARPS", _warps, "1, 2, 4, 8 or 16", None, "triton_splitkv: warps of a program"),
         Variable("FLASHMAP_SPLITKV_STAGES", _positive, "an integer >= 1", None, "triton_splitkv: software pipeline stages"),
+        Variable("FLASHMAP_SPLITKV_FP16", _flag, _FLAG, None, "triton_splitkv: 1: an fp8 cache is multiplied in fp16 where q is bf16"),
     )
 }
 

@@ -51,7 +51,7 @@ class _Compiled:
 
 def compile_request(request: VerifyRequest) -> dict:
     cpu = torch.device("cpu")
-    call = launch._empty_call(request, cpu)
+    call = launch.empty_call(request, cpu)
     plan = launch._plan(replace(call.request, max_kv_len=None), H200)
     split, merge = _Compiled(launch._split_kernel(plan.config.kernel)), _Compiled(kernels.merge_kernel)
     originals = launch._split_kernel, kernels.merge_kernel

@@ -11,9 +11,9 @@ import torch
 
 from flashmap.core import DeviceInfo, Limits, VerifyRequest, registry, verify_attention
 from flashmap.core.dispatch import Policy, choose
+from flashmap.core.implementations.triton_shared.scratch import Scratch
 from flashmap.core.implementations.triton_splitkv import launch
 from flashmap.core.implementations.triton_splitkv.config import config_for, overrides
-from flashmap.core.implementations.triton_splitkv.scratch import Scratch
 from flashmap.core.testing import Case, build
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to have a GPU")
@@ -90,7 +90,7 @@ def test_an_odd_latent_cache_does_not_get_the_kernel_that_copies_16_bytes_at_a_t
     for k, kernel in ((pool(576), "latent_sm90"), (pool(1152), "latent_sm90"), (pool(577), "split"), (pool(576, 1), "split")):
         config = config_for(request(k), H200)
         assert config is not None and config.kernel == kernel
-    odd = launch._empty_call(replace(MLA, aligned=False), torch.device("cpu"))
+    odd = launch.empty_call(replace(MLA, aligned=False), torch.device("cpu"))
     assert not odd.request.aligned, "prepare compiles for such a cache"
 
 

@@ -157,7 +157,7 @@ def test_graphs_outlive_the_growth_of_scratch() -> None:
 def test_a_capture_without_scratch_is_declined() -> None:
     case = Case("cold", **SHAPES["gqa"], dtype="bf16", query_lens=(61,) * 3, prefix_lens=(9000,) * 3)
     arguments = build(case, "cuda")
-    from flashmap.core.implementations.triton_splitkv import scratch
+    from flashmap.core.implementations.triton_shared import scratch
 
     kept = dict(scratch._scratch)
     scratch._scratch.clear()

@@ -34,7 +34,7 @@ def split_kernel(
     PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr, DRAFT: tl.constexpr, MASK: tl.constexpr,
     MASK_INDPTR: tl.constexpr, MASK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
     KV_START: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
-    K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr, FP16: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h * ROW_BLOCKS + b, i): row block b of KV head h over the i-th split of the batch.
 
@@ -66,6 +66,20 @@ def split_kernel(
     if D2 > 0:
         d2 = SPAN + tl.arange(0, D2)
         q2 = tl.load(q_rows + d2[None, :], mask=row_ok[:, None] & (d2 < DK)[None, :], other=0.0)
+    # The prefix is multiplied in fp16 where that is the way out of fp8: to bf16 it is another, slow conversion of every element.
+    dtype: tl.constexpr = tl.float16 if FP16 else q.dtype.element_ty
+    p1 = q1
+    if D2 > 0:
+        p2 = q2
+    unit = 1.0
+    if FP16:
+        largest = tl.max(tl.abs(q1.to(tl.float32)), 1)
+        if D2 > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(q2.to(tl.float32)), 1))
+        unit = device.power_of_two(largest)[:, None]
+        p1 = (q1.to(tl.float32) / unit).to(dtype)
+        if D2 > 0:
+            p2 = (q2.to(tl.float32) / unit).to(dtype)
 
     start = 0
     if KV_START:
@@ -117,12 +131,12 @@ def split_kernel(
             pages = tl.load(table_row + key // PAGE_SIZE).to(tl.int64)
             k_rows = k_head + (pages * stride_kp + key % PAGE_SIZE * stride_kt)[:, None]
             v_rows = v_head + (pages * stride_vp + key % PAGE_SIZE * stride_vt)[:, None]
-        k1 = device.columns(k_rows, d1, SPAN, D1, q.dtype.element_ty)
-        logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        k1 = device.columns(k_rows, d1, SPAN, D1, dtype)
+        logits = tl.dot(p1, tl.trans(k1), input_precision=PRECISION)
         if D2 > 0:
-            k2 = device.columns(k_rows, d2, DK, SPAN + D2, q.dtype.element_ty)
-            logits = tl.dot(q2, tl.trans(k2), logits, input_precision=PRECISION)
-        logits = device.scaled(logits, scale * k_scale, softcap, SOFTCAP)
+            k2 = device.columns(k_rows, d2, DK, SPAN + D2, dtype)
+            logits = tl.dot(p2, tl.trans(k2), logits, input_precision=PRECISION)
+        logits = device.scaled(logits, scale * k_scale * unit, softcap, SOFTCAP)
         visible = (n < prefix)[None, :]
         if WINDOW:
             visible = visible & (at[:, None] - (start + n)[None, :] <= window)
@@ -131,7 +145,7 @@ def split_kernel(
         if LATENT:
             values = k1
         else:
-            values = device.columns(v_rows, dv, DV, BLOCK_DV, q.dtype.element_ty)
+            values = device.columns(v_rows, dv, DV, BLOCK_DV, dtype)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
 
     if PDL:
@@ -143,6 +157,10 @@ def split_kernel(
     else:
         draft_scale = scale * k_scale
     tail = tl.where(i - first == splits - 1, length, 0)
+    if FP16:  # read again, rather than kept in registers over the loop
+        q1 = tl.load(q_rows + d1[None, :], mask=row_ok[:, None] & (d1 < SPAN)[None, :], other=0.0)
+        if D2 > 0:
+            q2 = tl.load(q_rows + d2[None, :], mask=row_ok[:, None] & (d2 < DK)[None, :], other=0.0)
     for j0 in tl.range(0, tail, BLOCK_L, num_stages=1):
         j = j0 + tl.arange(0, BLOCK_L)
         exists = j < length

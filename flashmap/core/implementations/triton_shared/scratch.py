@@ -71,7 +71,7 @@ class Scratch:
         self._by_stream[stream] = buffer
 
     def _allocate(self, size: int) -> torch.Tensor:
-        logger.info("flashmap: triton_splitkv takes %.1f MB of scratch on %s", size * 4 / 1e6, self._device)
+        logger.info("flashmap: taking %.1f MB of scratch on %s", size * 4 / 1e6, self._device)
         return torch.empty(size, dtype=torch.float32, device=self._device)
 
 

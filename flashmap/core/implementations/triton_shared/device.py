@@ -1,0 +1,121 @@
+"""What the Triton implementations share on the device: lengths, where draft tokens lie, masks, logits, softmax.
+
+The functions create no tensors of their own but get index vectors from the kernel, which may be written in Triton or in
+Gluon: Gluon's carry a layout.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def lengths(cu_q, lens, r, table_keys, PAGED: tl.constexpr, DRAFT: tl.constexpr, inside):
+    """(first row of q, query tokens, listed keys, keys of the prefix) of request(s) r."""
+    q_first = tl.load(cu_q + r, mask=inside, other=0).to(tl.int32)
+    length = tl.load(cu_q + r + 1, mask=inside, other=0).to(tl.int32) - q_first
+    if PAGED:
+        listed = tl.minimum(tl.load(lens + r, mask=inside, other=0), table_keys).to(tl.int32)
+    else:
+        listed = (tl.load(lens + r + 1, mask=inside, other=0) - tl.load(lens + r, mask=inside, other=0)).to(tl.int32)
+    prefix = listed
+    if DRAFT == "cache":
+        prefix = tl.maximum(listed - length, 0)
+    return q_first, length, listed, tl.maximum(prefix, 0)
+
+
+@triton.jit
+def columns(rows, d, END: tl.constexpr, BLOCK_END: tl.constexpr, dtype: tl.constexpr):
+    """Columns d of the rows at ``rows`` [n, 1] as ``dtype``; those from END on are 0, unmasked where END is the block's end."""
+    if END == BLOCK_END:
+        values = tl.load(rows + d[None, :])
+    else:
+        values = tl.load(rows + d[None, :], mask=(d < END)[None, :], other=0.0)
+    return values.to(dtype)
+
+
+@triton.jit
+def scaled(logits, scale, softcap, SOFTCAP: tl.constexpr):
+    """Base-2 logits: scaled, soft-capped (tanh by exp2, which saturates without overflow), times log2 e."""
+    if SOFTCAP:
+        doubled = tl.exp2(logits * (2.0 * LOG2E * scale / softcap))
+        logits = (softcap * LOG2E) * (1.0 - 2.0 / (doubled + 1.0))
+    else:
+        logits = logits * (scale * LOG2E)
+    return logits
+
+
+@triton.jit
+def softmax(logits, m_i, l_i, acc, MAY_BE_EMPTY: tl.constexpr):
+    """One step of the online softmax: (weights, maximum, denominator, rescaled accumulator)."""
+    m_new = tl.maximum(m_i, tl.max(logits, 1))
+    base = m_new
+    if MAY_BE_EMPTY:
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m_i - base)
+    p = tl.exp2(logits - base[:, None])
+    return p, m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None]
+
+
+@triton.jit
+def draft_rows(
+    k, v, draft_k, draft_v, draft_slots, table_row, q_first, prefix, j, exists, h,
+    stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
+    PAGE_SIZE: tl.constexpr, DRAFT: tl.constexpr,
+):  # fmt: skip
+    """Where draft tokens j have K and V: pointers [BLOCK_L, 1]."""
+    if DRAFT == "dense":
+        token = (q_first + j).to(tl.int64)
+        k_rows = draft_k + token[:, None] * stride_dkt + h * stride_dkh
+        v_rows = draft_v + token[:, None] * stride_dvt + h * stride_dvh
+    else:
+        if DRAFT == "slots":
+            slot = tl.load(draft_slots + q_first + j, mask=exists, other=0).to(tl.int64)
+            page = slot // PAGE_SIZE
+            row = slot % PAGE_SIZE
+        else:
+            page = tl.load(table_row + (prefix + j) // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
+            row = (prefix + j) % PAGE_SIZE
+        k_rows = k + h * stride_kh + (page * stride_kp + row * stride_kt)[:, None]
+        v_rows = v + h * stride_vh + (page * stride_vp + row * stride_vt)[:, None]
+    return k_rows, v_rows
+
+
+@triton.jit
+def allowed(
+    mask, mask_indptr, mask_start, r, q_first, length, before, t, j, j0, row_ok,
+    stride_mask, MASK: tl.constexpr, MASK_INDPTR: tl.constexpr, MASK_STRIDE: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Which draft tokens j each row's token t sees by the mask: bool [M, BLOCK_L]. ``j0`` is the first j; BITS at most 64.
+
+    Bytes become the bits of one word a row. A load of the byte matrix would have to move to the layout of the logits,
+    which on an H200 cost registers enough to slow the loop over the prefix by a fifth.
+    """
+    if MASK == "none":
+        sees = j[None, :] <= t[:, None]
+    else:
+        if MASK == "packed":
+            word = tl.load(mask + (q_first + t).to(tl.int64) * stride_mask + j0 // 64, mask=row_ok, other=0) >> (j0 % 64)
+        else:
+            if MASK_INDPTR:
+                block_start = tl.load(mask_indptr + r).to(tl.int64)
+            elif MASK == "full":
+                block_start = mask_start
+            else:
+                block_start = r.to(tl.int64) * MASK_STRIDE * MASK_STRIDE
+            if MASK == "full":
+                row_start = t.to(tl.int64) * (before + length) + before
+            elif MASK_INDPTR:
+                row_start = t.to(tl.int64) * length
+            else:
+                row_start = t.to(tl.int64) * MASK_STRIDE
+            word = t.to(tl.int64) * 0
+            for first in tl.range(0, tl.minimum(length - j0, BITS), 8, num_stages=1):
+                for bit in tl.static_range(8):
+                    column = j0 + first + bit
+                    entry = tl.load(mask + block_start + row_start + column, mask=row_ok & (column < length), other=0)
+                    word |= (entry != 0).to(tl.int64) << (first + bit)
+        sees = ((word[:, None] >> (j - j0).to(tl.int64)[None, :]) & 1) != 0
+    return sees
