@@ -114,8 +114,6 @@ VARIABLES: dict[str, Variable] = {
             False,
             "1: SGLang's triton backend keeps the tree masks alone, without a column for each cached key",
         ),
-        Variable("FLASHMAP_PEERS", _name, "a folder", None, "`flashmap bench`: look for peers here too (benchmarks/pack_peers.py)"),
-        Variable("FLASHMAP_COMMIT", _name, "a commit", None, "`flashmap bench`: what results say of a checkout without .git"),
         Variable("FLASHMAP_SPLITKV_WAVES", _positive, "an integer >= 1", None, "triton_splitkv: programs per SM to aim for"),
         Variable("FLASHMAP_SPLITKV_MAX_SPLITS", _positive, "an integer >= 1", None, "triton_splitkv: most splits of one request's prefix"),
         Variable("FLASHMAP_SPLITKV_MIN_CHUNK", _positive, "an integer >= 1", None, "triton_splitkv: fewest keys in a split"),
@@ -123,6 +121,8 @@ VARIABLES: dict[str, Variable] = {
         Variable("FLASHMAP_SPLITKV_WARPS", _warps, "1, 2, 4, 8 or 16", None, "triton_splitkv: warps of a program"),
         Variable("FLASHMAP_SPLITKV_STAGES", _positive, "an integer >= 1", None, "triton_splitkv: software pipeline stages"),
         Variable("FLASHMAP_SPLITKV_FP16", _flag, _FLAG, None, "triton_splitkv: 1: an fp8 cache is multiplied in fp16 where q is bf16"),
+        Variable("FLASHMAP_PEERS", _name, "a folder", None, "`flashmap bench`: look for peers here too (benchmarks/pack_peers.py)"),
+        Variable("FLASHMAP_COMMIT", _name, "a commit", None, "`flashmap bench`: what results say of a checkout without .git"),
     )
 }
 

@@ -5,18 +5,13 @@ python -m pytest tests/gpu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from flashmap.bench.tune import derive, read
-from flashmap.cli import app
 from flashmap.core import Declined, DeviceInfo, Limits, PagedKV, VerifyRequest, prepare, registry, stats, verify_attention
 from flashmap.core.testing import (
     Case,
@@ -234,29 +229,3 @@ def test_a_pool_of_more_than_two_to_the_31_elements() -> None:
 def test_the_automatic_choice_runs_the_kernel() -> None:
     verify_attention(**build(Case("automatic", **SHAPES["gqa"], dtype="bf16"), "cuda"))
     assert stats.snapshot() == {(KERNEL, "run", ""): 1}
-
-
-def test_the_benchmark_measures(tmp_path: Path) -> None:
-    """``flashmap bench`` on small points: who is right is timed, and a table follows from it."""
-    out = tmp_path / "results.jsonl"
-    options = [
-        "--heads",
-        "8/1,mla16",
-        "--context",
-        "1k",
-        "--impl",
-        "auto,triton_splitkv",
-        "--peers",
-        "none",
-        "--host",
-        "--json-out",
-        str(out),
-    ]
-    result = CliRunner().invoke(app, ["bench", *options])
-    assert result.exit_code == 0, result.output
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    timed = [record for record in records if "us" in record]
-    assert len(timed) == 8 and all(record["us"] > 0.1 * record["floor_us"] and record["sm_count"] > 0 for record in timed)
-    assert {record["impl"] for record in timed if record["who"] == "ours:triton_splitkv"} == {"triton_splitkv"}
-    assert all(record["host_us"] > 0 for record in records if "host_us" in record)
-    assert len(derive(read([out])).classes) == 4
