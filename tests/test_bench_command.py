@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,14 @@ def test_tb_per_s_of_a_line() -> None:
     record = {"us": 10.0, "floor_us": 5.0, "tb_per_s": 2.5, "err": 0.001}
     assert report.outcome(record) == "10.0 us (floor 5.0, 2.50 TB/s), error 1.0e-03"
     assert report.outcome({"skipped": "no tree mask"}) == "skipped: no tree mask"
+
+
+def test_conditions_name_the_machine_and_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setenv("FLASHMAP_SPLITKV_WAVES", "2")
+    monkeypatch.setenv("FLASHMAP_PEERS", "/peers")
+    found = report._conditions()
+    assert (found["gpu"], found["capability"], found["sm_count"]) == ("NVIDIA H200", [9, 0], 132)
+    assert found["variables"] == {"FLASHMAP_SPLITKV_WAVES": "2"} and set(CONDITIONS) < set(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,8 +103,11 @@ def _cell(record: Record) -> str:
     return "WRONG" if "wrong" in record else "failed" if "failed" in record else "-"
 
 
+_NOT_SAID = ("FLASHMAP_PEERS", "FLASHMAP_COMMIT")  # of the machine, and said already
+
+
 def _conditions() -> Record:
-    """Machine, versions, date, command and commit."""
+    """Machine, versions, date, command, commit, and the FLASHMAP_* variables that are set."""
     import triton
 
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -119,6 +123,7 @@ def _conditions() -> Record:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": commit or env.get("FLASHMAP_COMMIT") or "unknown",
+        "variables": {name: os.environ[name] for name in env.VARIABLES if name in os.environ and name not in _NOT_SAID},
     }
 
 
