@@ -37,9 +37,14 @@ _Times: TypeAlias = dict[tuple[str, str, str, int, int], dict[int, dict[str, flo
 
 
 def read(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
-    """The records of results files by the file's name, as :func:`derive` takes them. Raises ValueError for a line that is none."""
-    runs = {}
+    """The records of results files by the file's name, as :func:`derive` takes them.
+
+    Raises ValueError for a line that is none, and for two files of one name, which a table could not tell apart.
+    """
+    runs: dict[str, list[dict[str, Any]]] = {}
     for file in files:
+        if file.name in runs:
+            raise ValueError(f"{file} has the name of another results file: rename one")
         try:
             runs[file.name] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:

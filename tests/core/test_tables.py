@@ -267,6 +267,9 @@ def test_a_results_file_that_is_none_is_an_error_that_names_it(tmp_path: Path) -
         read([file])
     with pytest.raises(ValueError, match=r"missing\.jsonl"):
         read([tmp_path / "missing.jsonl"])
+    file.write_text(record())
+    with pytest.raises(ValueError, match="the name of another"):
+        read([file, file])
 
 
 def test_what_changed_is_said_class_by_class() -> None:
