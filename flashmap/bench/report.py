@@ -121,7 +121,7 @@ def _conditions() -> Record:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["flashmap", *sys.argv[1:]]),
         "commit": commit or env.get("FLASHMAP_COMMIT") or "unknown",
         "variables": {name: os.environ[name] for name in env.VARIABLES if name in os.environ and name not in _NOT_SAID},
     }
