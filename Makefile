@@ -9,7 +9,7 @@ help:
 	@echo "make demo    a small trained DeepSeek with MTP in the vLLM CPU engine, with the plugin and without; then the op's own table"
 	@echo "make test    lint, types and all tests that need no GPU"
 	@echo "make lint    ruff and mypy alone"
-	@echo "make bench   the op against its peers; on a GPU, with the Python in PYTHON (ARGS=... are passed on)"
+	@echo "make bench   the op against its peers; on a GPU, with the Python in PYTHON (ARGS=... are passed on to flashmap bench)"
 	@echo "make setup   all environments, without running anything"
 	@echo "make clean   remove the environments and caches"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compile FlashInfer's kernels for op_bench.py here, without a GPU, so that a GPU host need not (minutes a machine).
+"""Compile FlashInfer's kernels for `flashmap bench` here, without a GPU, so that a GPU host need not (minutes a machine).
 
     PYTHONPATH=<flashinfer and apache-tvm-ffi> python benchmarks/compile_flashinfer.py --out DIR    (then pack_peers.py --aot DIR)
 

@@ -9,7 +9,8 @@ new tokens over verify steps, and the tokens. ``soak``: the same with 1, 8 and 3
 512 steps each; by how much the engine's memory on the GPU grew after the first round, and how many requests got the tokens that they get alone.
 
 ``--flashmap check`` also runs the engine's own kernel in every call and keeps the largest difference; it goes without CUDA graphs.
-One JSON line, appended to --json-out. Compare runs of one machine, made one after the other; ``--turn`` lets several engines load at once.
+One JSON line, appended to --json-out. Compare runs of one machine, made one after the other; ``--turn`` lets several engines load at once
+(engine_runs.py).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
     import torch
 
     row: dict[str, Any] = {
+        "name": args.name,
         "what": args.what,
         "engine": args.engine,
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -90,6 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--engine-args", type=json.loads, default={}, help="more arguments of the engine, as JSON")
     parser.add_argument("--flashmap", choices=tuple(FLASHMAP), default="auto")
     parser.add_argument("--profile", type=Path, help="steps: then write a torch profiler trace of a few steps into this folder")
+    parser.add_argument("--name", help="of the run, for the record")
     parser.add_argument("--turn", type=Path, help="once loaded, append a line to FILE.ready, wait for FILE, and measure holding its lock")
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Pack the peers of op_bench.py into one folder for a GPU host that reaches no package index.
+"""Pack the peers of `flashmap bench` into one folder for a GPU host that reaches no package index.
 
     python benchmarks/pack_peers.py --out peers-pack [--seed-diff FILE]
-    (on the host)  eval "$(bash peers-pack/unpack.sh /tmp/peers)" && python benchmarks/op_bench.py --peers-check
+    (on the host)  eval "$(bash peers-pack/unpack.sh /tmp/peers)" && flashmap bench --peers-check
 
 The folder holds the kernels alone: of vLLM and sglang only the modules around them, above small stand-ins for the
 engines' platform and logging modules, so that importing one takes no engine. In vLLM's libraries (`_C_stable_libtorch` is

@@ -1,4 +1,4 @@
-"""The table in README.md, from a results file: ``python benchmarks/readme_table.py benchmarks/results/FILE.jsonl``.
+"""The table in README.md, from a results file; ``plot.py`` calls it.
 
 Replaces what stands between the two markers. Every number comes from the file, none is written by hand.
 """
@@ -6,7 +6,6 @@ Replaces what stands between the two markers. Every number comes from the file, 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -52,18 +51,14 @@ def _words(point: str) -> str:
     return f"{heads}, batch {batch[2:]}, {length[1:]} tokens, {int(keys[3:]):,} keys"
 
 
-def main(path: str) -> None:
-    records = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    facts = records[0]
+def main(path: Path) -> None:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    facts, name = records[0], path.name
     text = README.read_text()
     begin = text.index("\n", text.index(BEGIN)) + 1
     intro = (
         f"µs a call on one {facts['gpu']}, bf16, page size 64, torch {facts['torch']}, Triton {facts['triton']}; median of CUDA graph "
-        f"replays with a cold L2, all in one run. All points: [{Path(path).name}](benchmarks/results/{Path(path).name}), made by "
-        f"`python {facts['command']}`.\n"
+        f"replays with a cold L2, all in one run. All points: [{name}](benchmarks/results/{name}), made at commit {facts['commit'][:7]} "
+        f"by `{facts['command']}`; `flashmap bench --points all` measures them again.\n"
     )
     README.write_text(text[:begin] + intro + "\n" + "\n".join(rows(records)) + "\n" + text[text.index(END) :])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

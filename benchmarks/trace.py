@@ -102,11 +102,11 @@ def _plot(steps: dict[str, Step], out: Path) -> None:
     for row, step in enumerate(steps.values()):
         for part, colour, _ in PARTS:
             bars = [(start, duration) for name, start, duration in step.kernels if name == part]
-            axes.broken_barh(bars, (2.2 * row, 0.9), facecolors=colour, linewidth=0)
+            axes.broken_barh(bars, (2.2 * row, 0.9), facecolors=colour, linewidth=0, rasterized=True)
         waits = [(start, duration) for name, start, duration in step.host if name.endswith("Synchronize")]
         launches = [(start, duration) for name, start, duration in step.host if not name.endswith("Synchronize")]
-        axes.broken_barh(waits, (2.2 * row + 1.0, 0.45), facecolors="#dfe3e8", linewidth=0)
-        axes.broken_barh(launches, (2.2 * row + 1.0, 0.45), facecolors="#555555", linewidth=0)
+        axes.broken_barh(waits, (2.2 * row + 1.0, 0.45), facecolors="#dfe3e8", linewidth=0, rasterized=True)
+        axes.broken_barh(launches, (2.2 * row + 1.0, 0.45), facecolors="#555555", linewidth=0, rasterized=True)
     axes.set_yticks([tick for row in range(len(steps)) for tick in (2.2 * row + 0.45, 2.2 * row + 1.22)])
     axes.set_yticklabels([label for name in steps for label in (f"{name}: GPU", "host")])
     axes.invert_yaxis()
@@ -117,7 +117,7 @@ def _plot(steps: dict[str, Step], out: Path) -> None:
     patches += [Patch(color="#555555", label="host launches"), Patch(color="#dfe3e8", label="host waits")]
     figure.legend(handles=patches, ncols=6, loc="upper center", frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0, 1, 0.93))
-    figure.savefig(out)
+    figure.savefig(out, dpi=200)  # thousands of bars: they are drawn as one picture
 
 
 if __name__ == "__main__":

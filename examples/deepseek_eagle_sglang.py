@@ -2,8 +2,8 @@
 
     python examples/deepseek_eagle_sglang.py --tiny
 
-needs SGLang, flashmap-verify in its environment, and one GPU; a tiny Llama with EAGLE stands in for the model. With real weights on
-eight GPUs (what follows ``--`` is SGLang's own):
+needs SGLang, flashmap-verify in its environment, and one GPU: the model is a small trained DeepSeek (benchmarks/models). With real weights
+on eight GPUs (what follows ``--`` is SGLang's own):
 
     python examples/deepseek_eagle_sglang.py --model deepseek-ai/DeepSeek-R1 --backend fa3 -- \
         --tp 8 --trust-remote-code --model-loader-extra-config '{"enable_multithread_load": true, "num_threads": 8}'

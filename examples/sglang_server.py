@@ -21,20 +21,19 @@ MODELS = Path(__file__).resolve().parent.parent / "benchmarks" / "models"
 SPECULATION = (
     "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8",
 )  # fmt: skip
-# The Llama: the tiny DeepSeek does not start in SGLang on CUDA, whose fused norms want a hidden size above 256.
-TINY_ARGUMENTS = (
-    "--speculative-draft-model-path", str(MODELS / "llama_tiny_eagle_sglang"), "--mem-fraction-static", "0.3", "--context-length", "2048", "--max-running-requests", "32",
-)  # fmt: skip
+TINY_ARGUMENTS = ("--mem-fraction-static", "0.3", "--context-length", "2048", "--max-running-requests", "32")
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Adds what both examples take; the rest of the command line goes to the server."""
     parser.add_argument("--model", help="directory or name of the model")
-    parser.add_argument("--tiny", action="store_true", help="one GPU, a tiny Llama with EAGLE: a few seconds, and no meaning in the speeds")
+    parser.add_argument(
+        "--tiny", action="store_true", help="one GPU, a tiny DeepSeek: a few seconds a server, and no meaning in the speeds"
+    )
     parser.add_argument("--backend", default="triton", help="SGLang's --attention-backend: triton or fa3")
     known, rest = parser.parse_known_args()
     if known.tiny:
-        known.model = str(MODELS / "llama_tiny")
+        known.model = str(MODELS / "deepseek_v3_tiny")
     elif known.model is None:
         parser.error("give --model, or --tiny")
     known.server = [*(TINY_ARGUMENTS if known.tiny else ()), *(rest[1:] if rest[:1] == ["--"] else rest)]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import flashmap
+from flashmap.bench.command import bench
 
 if TYPE_CHECKING:
     from flashmap.core.request import DeviceInfo
@@ -239,6 +240,9 @@ def demo(
     """A small DeepSeek-shaped model with MTP in vLLM on the CPU, with and without FlashMap; then the op's own table."""
     run = import_module("flashmap.demo").main  # imported here: it starts an engine
     raise typer.Exit(run(json=json, model=model))
+
+
+app.command()(_errors_in_one_line(bench))
 
 
 @dataclass(slots=True)

@@ -79,6 +79,13 @@ VARIABLES: dict[str, Variable] = {
     for v in (
         Variable("FLASHMAP_DISABLE", _flag, _FLAG, False, "1: the plugins hook nothing; engines run as without FlashMap"),
         Variable("FLASHMAP_IMPL", _name, "the name of a registered implementation", None, "use this implementation where none is named"),
+        Variable(
+            "FLASHMAP_TABLE",
+            _name,
+            "a file that `flashmap bench --tune` wrote",
+            None,
+            "choose by this table of measured times; unset: the user's own for this GPU, else the checked-in one",
+        ),
         Variable("FLASHMAP_STRICT", _flag, _FLAG, False, "1: losing the fast path is an error, not a warning"),
         Variable("FLASHMAP_LOG", _level, ", ".join(_LEVELS), None, "level of the `flashmap` logger, set when a plugin installs"),
         Variable(
@@ -120,6 +127,16 @@ VARIABLES: dict[str, Variable] = {
         Variable("FLASHMAP_SPLITKV_BLOCK_N", _power_of_two, "a power of two >= 16", None, "triton_splitkv: keys in a tile"),
         Variable("FLASHMAP_SPLITKV_WARPS", _warps, "1, 2, 4, 8 or 16", None, "triton_splitkv: warps of a program"),
         Variable("FLASHMAP_SPLITKV_STAGES", _positive, "an integer >= 1", None, "triton_splitkv: software pipeline stages"),
+        Variable(
+            "FLASHMAP_SPLITKV_LAST_MERGES",
+            _flag,
+            _FLAG,
+            None,
+            "triton_splitkv: 1: the last program of a request merges, and no second kernel",
+        ),
+        Variable("FLASHMAP_SPLITKV_FP16", _flag, _FLAG, None, "triton_splitkv: 1: an fp8 cache is multiplied in fp16 where q is bf16"),
+        Variable("FLASHMAP_PEERS", _name, "a folder", None, "`flashmap bench`: look for peers here too (benchmarks/pack_peers.py)"),
+        Variable("FLASHMAP_COMMIT", _name, "a commit", None, "`flashmap bench`: what results say of a checkout without .git"),
     )
 }
 

@@ -66,7 +66,7 @@ def demo() -> int:
 
 def bench() -> int:
     """The op's benchmark with the Python that runs this script: on a GPU machine that is the one with the CUDA build of torch."""
-    return subprocess.run([sys.executable, "benchmarks/op_bench.py", *sys.argv[2:]], cwd=ROOT).returncode
+    return subprocess.run([sys.executable, "-m", "flashmap", "bench", *sys.argv[2:]], cwd=ROOT).returncode
 
 
 def clean() -> int:

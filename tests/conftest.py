@@ -18,17 +18,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
 
 
 @pytest.fixture(autouse=True)
-def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No FLASHMAP_* variables, no cached or announced decisions, no counts."""
-    from flashmap.core import dispatch, stats
+def clean_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No FLASHMAP_* variables, no table of a user's, no cached or announced decisions, no counts."""
+    from flashmap.core import dispatch, stats, tables
 
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))
     for name in [name for name in os.environ if name.startswith("FLASHMAP_")]:
         monkeypatch.delenv(name)
     dispatch._decide.cache_clear()
+    tables._in_force.cache_clear()
     dispatch._announced.clear()
     stats.reset()
     yield
     dispatch._decide.cache_clear()
+    tables._in_force.cache_clear()
     stats.reset()
 
 

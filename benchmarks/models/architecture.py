@@ -48,11 +48,11 @@ class Llama:
 class DeepSeek:
     """Shape of the DeepSeek-V3 target. All its layers are dense; the MTP layer has the experts, without which engines do not load it."""
 
-    hidden_size: int = 256
-    intermediate_size: int = 384
+    hidden_size: int = 512
+    intermediate_size: int = 192
     num_hidden_layers: int = 3
     num_attention_heads: int = 4
-    q_lora_rank: int = 128
+    q_lora_rank: int = 64
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64

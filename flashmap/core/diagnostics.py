@@ -106,10 +106,10 @@ def explain(request: VerifyRequest, device: DeviceInfo, *, impl: str | None = No
 
     Raises ValueError for a name that is not registered and for a bad FLASHMAP_IMPL or FLASHMAP_STRICT.
     """
-    from flashmap.core import dispatch, registry
+    from flashmap.core import dispatch, registry, tables
 
     policy = dispatch.Policy.from_env(impl, engine_kernel)
-    decision = dispatch.choose(request, device, policy)
+    decision = dispatch.choose(request, device, policy, table=tables.in_force(device))
     candidates = [Candidate(decision.winner, "winner")] if decision.winner is not None else []
     candidates += [Candidate(name, "able") for name in decision.passed]
     candidates += [Candidate(name, "declined", reasons) for name, reasons in decision.declined]
@@ -233,7 +233,18 @@ def _look_at_gpu() -> list[Finding]:
         facts = DeviceInfo.of(torch.device("cuda", index))
         major, minor = facts.capability
         found.append(Finding("ok", "gpu", "device", f"{index}: {facts.name}, compute capability {major}.{minor}, {facts.sm_count} SMs"))
+        found.append(_table_of(facts))
     return found
+
+
+def _table_of(device: DeviceInfo) -> Finding:
+    from flashmap.core import tables
+
+    table = tables.in_force(device)
+    if table is not None:
+        return Finding("ok", "gpu", "table", f"{device.name} is chosen for by the times in {table.source}, of {table.date}")
+    text = f"no table has times of {device.name}: FlashAttention 3 and FlashMLA keep their calls in an engine"
+    return Finding("info", "gpu", "no_table", text, "flashmap bench --tune measures them here")
 
 
 def _look_at_variables(environ: Mapping[str, str]) -> list[Finding]:
@@ -345,11 +356,12 @@ def _look_at_routing(engine: Engine) -> list[Finding]:
     """Whom a plain verify call of the engine would go to. Being hooked is not being chosen: the engine's kernel may be faster."""
     import torch
 
-    from flashmap.core import dispatch
+    from flashmap.core import dispatch, tables
 
     device = DeviceInfo.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        decision = dispatch.choose(plain_request(), device, dispatch.Policy.from_env(engine_kernel=engine.name))
+        policy = dispatch.Policy.from_env(engine_kernel=engine.name)
+        decision = dispatch.choose(plain_request(), device, policy, table=tables.in_force(device))
     except ValueError as error:
         return [Finding("failure", engine.name, "bad_value", str(error))]
     if decision.winner is not None:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashmap import env
-from flashmap.core import engines, registry, stats
+from flashmap.core import engines, registry, stats, tables
 from flashmap.core.inputs import Call
 from flashmap.core.interface import Declined, Reason, VerifyAttention
 from flashmap.core.request import DeviceInfo, VerifyRequest
+from flashmap.core.tables import Table
 
 logger = logging.getLogger(__name__)
 ENGINE = "engine"  # stands for the engine's own kernel where a Decision lists what was declined
@@ -64,9 +65,15 @@ class Decision:
         return tuple(reason for _, reasons in self.declined for reason in reasons)
 
 
-def preference(request: VerifyRequest, device: DeviceInfo) -> tuple[str, ...]:
-    """The names that an automatic choice tries, best first. What is not listed runs only when it is named."""
-    return ("triton_splitkv", FALLBACK) if device.type == "cuda" else (FALLBACK,)
+def preference(request: VerifyRequest, device: DeviceInfo, table: Table | None = None) -> tuple[str, ...]:
+    """The names that an automatic choice tries, best first. What is not listed runs only when it is named.
+
+    On a GPU those come first that ``table`` has times of, by their times, then the one that serves every GPU.
+    """
+    if device.type != "cuda":
+        return (FALLBACK,)
+    measured = table.order(request) if table is not None else ()
+    return tuple(dict.fromkeys((*(name for name in measured if name in registry.names()), "triton_splitkv", FALLBACK)))
 
 
 def choose(
@@ -74,9 +81,13 @@ def choose(
     device: DeviceInfo,
     policy: Policy,
     *,
+    table: Table | None = None,
     get: Callable[[str], VerifyAttention] = registry.get,
 ) -> Decision:
-    """Who serves ``request`` on ``device``. Raises ValueError for a ``policy.impl`` that is not registered."""
+    """Who serves ``request`` on ``device``. Raises ValueError for a ``policy.impl`` that is not registered.
+
+    ``table``: the measured times of that device, which ``tables.in_force`` reads; None: there are none.
+    """
     if policy.impl is not None:
         reasons = get(policy.impl).why_not(request, device)
         return Decision(None, ((policy.impl, reasons),)) if reasons else Decision(policy.impl)
@@ -86,20 +97,22 @@ def choose(
         text = f"on {device.type!r} the engine's own kernel ({policy.engine_kernel}) is faster than {FALLBACK}"
         declined.append((ENGINE, (Reason("engine_faster", text, _FORCE),)))
         return Decision(None, tuple(declined))
-    faster = engines.faster(policy.engine_kernel, request, device) if policy.engine_kernel is not None else None
-    if faster is not None:
-        return Decision(None, ((ENGINE, (Reason("engine_faster", faster, _FORCE),)),))
 
-    able = []
-    for name in preference(request, device):
+    able, faster = [], None
+    for name in preference(request, device, table):
         reasons = get(name).why_not(request, device)
         if not reasons and name == FALLBACK and device.type == "cuda" and (policy.strict or policy.engine_kernel is not None):
             why = "FLASHMAP_STRICT is set" if policy.strict else f"{policy.engine_kernel} is faster"
             reasons = (Reason("fast_path_lost", f"{FALLBACK} is the only one left on a GPU and {why}"),)
         if reasons:
             declined.append((name, reasons))
-        else:
+            continue
+        slower = engines.faster(policy.engine_kernel, name, request, device, table) if policy.engine_kernel is not None else None
+        if slower is None:
             able.append(name)
+        faster = faster or slower
+    if faster is not None and not able:
+        return Decision(None, ((ENGINE, (Reason("engine_faster", faster, _FORCE),)),))
     return Decision(able[0] if able else None, tuple(declined), tuple(able[1:]))
 
 
@@ -144,7 +157,7 @@ def _decide(request: VerifyRequest, device: DeviceInfo, policy: Policy, changes:
 
     ``changes``, of the registry, is there to be part of the cache's key.
     """
-    decision = choose(request, device, policy)
+    decision = choose(request, device, policy, table=tables.in_force(device))
     lost = device.type == "cuda" and policy.impl is None and decision.winner == FALLBACK
     lost = lost or (policy.impl is not None and policy.engine_kernel is not None and decision.winner is None)  # named, and not used
     level = logging.WARNING if lost else logging.INFO

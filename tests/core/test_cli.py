@@ -19,6 +19,7 @@ from flashmap.core.diagnostics import Finding
 from flashmap.core.inputs import Call
 from flashmap.core.interface import Reason
 from flashmap.core.probe import ENGINES, Engine, Probe
+from flashmap.core.request import DeviceInfo
 
 VLLM, SGLANG = ENGINES
 PLUGIN = "[vllm.general_plugins]\nflashmap_verify = fake_adapter:register\n"
@@ -157,6 +158,13 @@ def test_unknown_and_bad_variables_are_named() -> None:
 def test_a_broken_part_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "_look_at_gpu", lambda: 1 / 0)
     assert codes(diagnostics.examine(engines=()).findings, "gpu") == {"broken": "failure"}
+
+
+def test_the_table_in_force_is_named() -> None:
+    h200 = diagnostics._table_of(DeviceInfo.known("sm90"))
+    assert (h200.verdict, h200.code) == ("ok", "table") and "nvidia-h200.json" in h200.text
+    other = diagnostics._table_of(DeviceInfo.known("sm100"))
+    assert (other.verdict, other.code) == ("info", "no_table") and other.fix is not None and "--tune" in other.fix
 
 
 def test_the_probe_loads_the_plugin_in_a_child(site: Site) -> None:
@@ -341,7 +349,7 @@ def test_help_loads_no_torch() -> None:
     code = "import sys; from flashmap.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in ("doctor", "list", "explain", "check", "demo"):
+    for command in ("doctor", "list", "explain", "check", "demo", "bench"):
         assert command in done.stdout
 
 

@@ -51,3 +51,24 @@ def test_longer_than_one_block(page_size: int, monkeypatch: pytest.MonkeyPatch) 
     for more in ({}, {"window": 40}, {"window": 40, "positions": True, "mask": "full", "kv_start": True}):
         case = Case("blocks", query_lens=(3, 2, 4, 1, 0, 2), prefix_lens=prefixes, page_size=page_size, sinks=True, lse=True, **more)
         assert_conforms("torch_dense", case)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs it, compiled")
+def test_the_last_program_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid's fp32 cases with FLASHMAP_SPLITKV_LAST_MERGES: no second kernel, and the counters are 0 when a launch has ended."""
+    from flashmap.core.implementations.triton_shared.scratch import COUNTERS, Scratch
+    from flashmap.core.implementations.triton_splitkv import launch
+
+    for name, value in (("LAST_MERGES", "1"), ("MIN_CHUNK", "16"), ("BLOCK_N", "16")):
+        monkeypatch.setenv(f"FLASHMAP_SPLITKV_{name}", value)
+    plans, plan_of, taken = [], launch._plan.__wrapped__, []
+    take = Scratch.take
+    monkeypatch.setattr(launch, "_plan", lambda *args: plans.append(plan_of(*args)) or plans[-1])
+    monkeypatch.setattr(Scratch, "take", lambda *args, **more: taken.append(take(*args, **more)) or taken[-1])
+    for case in GRID:
+        if case.dtype == "fp32":
+            assert_conforms("triton_splitkv", case)
+    assert sum(plan.constants["LAST_MERGES"] for plan in plans) > len(plans) // 2
+    assert not any(plan.constants["LAST_MERGES"] and plan.merges for plan in plans)
+    memory = torch.cat([torch.empty(0).set_(parts.untyped_storage())[:COUNTERS] for parts in taken])
+    assert not memory.view(torch.int32).any()

@@ -9,8 +9,10 @@ import pytest
 import torch
 from mean_case import mean_case, near, rows
 
-from flashmap.core import PagedKV, verify_attention
+from flashmap.core import DeviceInfo, PagedKV, TreeMask, verify_attention
 from flashmap.core.implementations.triton_shared.scratch import Scratch
+from flashmap.core.implementations.triton_splitkv import launch
+from flashmap.core.inputs import resolve
 from flashmap.core.testing import Case, build, compare, expected
 
 INF = float("inf")
@@ -139,3 +141,37 @@ def test_a_request_longer_than_promised_spoils_no_other(latent: bool, monkeypatc
     assert torch.allclose(found[: lengths[0]], wanted[: lengths[0]], atol=1e-5)
     rows_written = int((~buffers[0].isnan()).sum()) // (width + 1)  # a row and its LSE
     assert rows_written > 2 and rows_written % 2 == 0, "each split has a place for two rows and wrote both"
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["gqa", "mla"])
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_an_fp8_prefix_in_fp16(monkeypatch: pytest.MonkeyPatch, latent: bool, fp8: torch.dtype, size: float) -> None:
+    """Whatever the size of a bf16 query, no row of it leaves fp16's range. (The mask hides all draft tokens, whose products stay bf16.)"""
+    monkeypatch.setenv("FLASHMAP_SPLITKV_FP16", "1")
+    monkeypatch.setattr(launch, "_plan", launch._plan.__wrapped__)
+    torch.manual_seed(0)
+    heads, dim, v_dim, length = (1, 80, 64, 3) if latent else (2, 80, 48, 3)
+    pages = torch.randn(9, 16, heads, dim).to(fp8)
+    values = None if latent else torch.randn(9, 16, heads, v_dim).to(fp8)
+    kv = PagedKV(
+        pages,
+        values,
+        torch.randperm(9, dtype=torch.int32)[:8].view(2, 4),
+        torch.tensor([61, 30], dtype=torch.int32),
+        v_dim if latent else None,
+    )
+    q = (torch.randn(2 * length, 4, dim) * size).bfloat16()
+    draft = torch.randn(2 * length, heads, dim).bfloat16()
+    arguments: dict[str, Any] = dict(
+        cu_seqlens_q=torch.tensor([0, length, 2 * length], dtype=torch.int32), max_query_len=length,
+        draft_kv=(draft, None if latent else torch.randn(2 * length, heads, v_dim).bfloat16()),
+        mask=TreeMask(torch.zeros(2 * length, 1, dtype=torch.int64), "packed"), scale=0.3 / size, return_lse=True,
+    )  # fmt: skip
+    call = resolve(q, kv, **arguments)
+    assert launch._plan(call.request, DeviceInfo.of(q.device)).constants["FP16"]
+    launch.run(call)  # verify_attention declines bf16 under the interpreter
+    out, lse = call.out, call.lse
+    wanted, wanted_lse = verify_attention(q, kv, **arguments, impl="reference")
+    assert (out.float() - wanted.float()).abs().max() <= 2**-7 * wanted.float().abs().max()  # the interpreter cuts bf16 off
+    assert (lse - wanted_lse).abs().max() <= 1e-2

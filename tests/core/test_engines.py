@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flashmap.core import dispatch, engines
+from flashmap.core import dispatch, engines, tables
 from flashmap.core.dispatch import Policy
 from flashmap.core.request import DeviceInfo, VerifyRequest
 
 H200 = DeviceInfo.known("sm90")
+TABLE = tables.checked_in(H200.name)
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-30-h200-op.jsonl"
+
+
+def left(kernel: str, request: VerifyRequest, device: DeviceInfo = H200) -> bool:
+    """Whether the call stays with the engine's ``kernel``."""
+    table = TABLE if device == H200 else None
+    return engines.faster(kernel, "triton_splitkv", request, device, table) is not None
 
 
 def measured(peer: str = "fa3") -> list[tuple[VerifyRequest, float, float]]:
@@ -41,20 +49,20 @@ def measured(peer: str = "fa3") -> list[tuple[VerifyRequest, float, float]]:
 def test_what_goes_to_ours_was_not_slower_anywhere_in_the_results() -> None:
     points = measured()
     assert len(points) > 50
-    routed = [(ours, theirs) for request, ours, theirs in points if engines.faster("sglang.fa3", request, H200) is None]
+    routed = [(ours, theirs) for request, ours, theirs in points if not left("sglang.fa3", request)]
     assert len(routed) >= 20, "the table says something"
     assert all(ours <= 1.01 * theirs for ours, theirs in routed)
 
 
 @pytest.mark.parametrize(
     ("kernel", "peer", "latent", "fewest"),
-    [("vllm.fa3", "fa3", False, 5), ("vllm.fa3", "fa3", True, 0), ("vllm.flashmla", "flashmla", True, 2)],
+    [("vllm.fa3", "fa3", False, 4), ("vllm.fa3", "fa3", True, 0), ("vllm.flashmla", "flashmla", True, 2)],
 )
 def test_chains_that_go_to_ours_in_vllm(kernel: str, peer: str, latent: bool, fewest: int) -> None:
     points = [p for p in measured(peer) if p[0].latent == latent and p[0].mask is None]
     assert len(points) >= 16
-    routed = [(ours, theirs) for request, ours, theirs in points if engines.faster(kernel, request, H200) is None]
-    assert len(routed) == fewest or len(routed) > fewest > 0
+    routed = [(ours, theirs) for request, ours, theirs in points if not left(kernel, request)]
+    assert len(routed) == fewest
     assert all(ours <= 1.01 * theirs for ours, theirs in routed)
 
 
@@ -72,19 +80,35 @@ def test_chains_that_go_to_ours_in_vllm(kernel: str, peer: str, latent: bool, fe
 )
 def test_which_kernels_and_devices(kernel: str, arch: str, faster: bool) -> None:
     chain = VerifyRequest(16, 1, 576, 512, max_query_len=4, latent=True)
-    assert (engines.faster(kernel, chain, DeviceInfo.known(arch)) is not None) == faster
+    assert left(kernel, chain, DeviceInfo.known(arch)) == faster
 
 
 @pytest.mark.parametrize("feature", [{"window": 8}, {"kv_dtype": "fp8_e4m3"}], ids=str)
 def test_what_was_not_measured_stays_with_the_engine(feature: dict[str, Any]) -> None:
     tree = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "max_query_len": 8, "mask": "qlen"}
-    assert engines.faster("sglang.fa3", VerifyRequest(**tree), H200) is None
-    assert engines.faster("sglang.fa3", VerifyRequest(**tree, **feature), H200) is not None
+    assert not left("sglang.fa3", VerifyRequest(**tree))
+    assert left("sglang.fa3", VerifyRequest(**tree, **feature))
+    assert left("sglang.fa3", VerifyRequest(**tree), replace(H200, name="NVIDIA H100 80GB HBM3")), "a GPU without a table"
+
+
+def chain_of(tokens: int, requests: int = 1, kv_heads: int = 1) -> VerifyRequest:
+    return VerifyRequest(8 * kv_heads, kv_heads, 128, 128, max_query_len=tokens, num_requests=requests)
+
+
+def test_chains_of_one_kv_head_are_ours_for_one_request_and_up_to_136_rows() -> None:
+    assert [t for t in range(1, 70) if not left("vllm.fa3", chain_of(t))] == list(range(1, 18))
+    assert all(left("vllm.fa3", chain_of(t, requests=n)) for t in (4, 17) for n in (2, 8, 32, 64))
+
+
+def test_chains_of_several_kv_heads_stay_with_fa3_as_whole_engines_showed() -> None:
+    text = engines.faster("vllm.fa3", "triton_splitkv", chain_of(4, kv_heads=8), H200, TABLE)
+    assert text is not None and "vllm-steps.jsonl" in text
+    assert dispatch.choose(chain_of(4, kv_heads=8), H200, Policy()).winner == "triton_splitkv", "where no engine asks"
 
 
 def test_dispatch_leaves_it_to_the_engine_unless_a_name_is_given() -> None:
     chain = VerifyRequest(16, 1, 576, 512, max_query_len=4, latent=True)
-    decision = dispatch.choose(chain, H200, Policy(engine_kernel="sglang.fa3"))
+    decision = dispatch.choose(chain, H200, Policy(engine_kernel="sglang.fa3"), table=TABLE)
     assert decision.winner is None and [r.code for r in decision.reasons] == ["engine_faster"] and "MLA chains" in decision.reasons[0].text
     assert dispatch.choose(chain, H200, Policy()).winner == "triton_splitkv", "where the engine's is wrong, none is named"
     assert dispatch.choose(chain, H200, Policy("torch_dense", engine_kernel="sglang.fa3")).winner == "torch_dense"

@@ -29,6 +29,8 @@ GOOD = {
     "FLASHMAP_SPLITKV_BLOCK_N": [("64", 64)],
     "FLASHMAP_SPLITKV_WARPS": [("8", 8)],
     "FLASHMAP_SPLITKV_STAGES": [("3", 3)],
+    "FLASHMAP_SPLITKV_LAST_MERGES": [("1", True), ("off", False)],
+    "FLASHMAP_SPLITKV_FP16": [("1", True), ("no", False)],
 }
 BAD = {
     "FLASHMAP_DISABLE": ["maybe", "2"],
@@ -40,6 +42,8 @@ BAD = {
     "FLASHMAP_SPLITKV_BLOCK_N": ["8", "48", "x"],
     "FLASHMAP_SPLITKV_WARPS": ["3", "32"],
     "FLASHMAP_SPLITKV_STAGES": ["0"],
+    "FLASHMAP_SPLITKV_LAST_MERGES": ["2"],
+    "FLASHMAP_SPLITKV_FP16": ["2"],
 }
 
 

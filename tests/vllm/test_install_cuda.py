@@ -1,6 +1,7 @@
 """Installing where vLLM's platform is CUDA: paths that import nothing until vLLM asks for a backend. No GPU: the platform is said to be one."""
 
 import logging
+import pickle
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rig import patch, theirs_triton
+from vllm.config.attention import AttentionConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import flashmap.adapters.vllm as adapter
@@ -16,6 +18,7 @@ from flashmap.adapters import install
 from flashmap.adapters.vllm import gate
 
 NAMES = ["TRITON_ATTN", "FLASH_ATTN", "TRITON_MLA", "FLASH_ATTN_MLA", "FLASHMLA"]
+NEW = {"FLASHMAP": "TRITON_ATTN", "FLASHMAP_MLA": "TRITON_MLA"}
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,8 @@ def classes():
 def test_hooks_all_five_and_removes_them():
     untouched = classes()
     installation = install("vllm")
-    assert [hook.target for hook in installation.hooked] == [f"vLLM backend {name}" for name in NAMES] and installation.declined == ()
+    assert [hook.target for hook in installation.hooked] == [f"vLLM backend {name}" for name in (*NAMES, *NEW)]
+    assert installation.declined == ()
     assert install("vllm") is installation
     for name, ours in classes().items():
         assert issubclass(ours, untouched[name]) and ours is not untouched[name]
@@ -64,6 +68,30 @@ def test_hooks_all_five_and_removes_them():
     assert classes() == untouched
     installation.remove()
     assert classes() == untouched
+
+
+def test_names_of_our_own_leave_vllms_backends_alone():
+    """A user who wants nothing overridden chooses them: ``--attention-backend FLASHMAP``."""
+    untouched = classes()
+    installation = install("vllm", backends=list(NEW))
+    assert classes() == untouched
+    for name, base in NEW.items():
+        chosen = pickle.loads(pickle.dumps(AttentionConfig(backend=name.lower()))).backend  # as it reaches a worker
+        ours = chosen.get_class()
+        assert chosen is AttentionBackendEnum[name] and issubclass(ours, untouched[base]) and ours is not untouched[base]
+        assert ours.get_name() == base, "what vLLM knows by its name holds"
+    installation.remove()
+    assert not NEW.keys() & AttentionBackendEnum.__members__.keys()
+    with pytest.raises(ValueError, match="FLASHMAP"):
+        AttentionConfig(backend="FLASHMAP")
+    assert len(install("vllm", backends=["FLASHMAP"]).hooked) == 2, "and the choice for child processes"
+
+
+def test_where_vllm_takes_no_new_names(monkeypatch):
+    monkeypatch.delattr(AttentionBackendEnum, "register")
+    assert [hook.target for hook in install("vllm").hooked] == [f"vLLM backend {name}" for name in NAMES]
+    (reason,) = install("vllm", backends=["FLASHMAP"]).declined
+    assert reason.code == "platform" and "TRITON_ATTN" in reason.fix
 
 
 def test_registering_imports_no_backend():
@@ -104,7 +132,7 @@ def test_a_broken_contract_leaves_that_backend_alone_with_one_warning(monkeypatc
     assert AttentionBackendEnum.TRITON_MLA.get_class() is not untouched["TRITON_MLA"]
     (reason,) = [r for r in adapter.examine().declined if r.text.startswith("TRITON_ATTN:")]
     assert reason.code == "contract"
-    assert "vLLM backend TRITON_ATTN" not in [hook.target for hook in adapter.examine().hooked]
+    assert not {"vLLM backend TRITON_ATTN", "vLLM backend FLASHMAP"} & {hook.target for hook in adapter.examine().hooked}
 
 
 def test_a_broken_contract_under_strict_is_an_error(monkeypatch):
@@ -151,6 +179,6 @@ def test_names_and_platforms(monkeypatch):
 def test_another_plugins_override_stays():
     register_backend(AttentionBackendEnum.FLASH_ATTN, "somebody.elses.Backend")
     installation = install("vllm")
-    assert [r.code for r in installation.declined] == ["overridden"] and len(installation.hooked) == 4
+    assert [r.code for r in installation.declined] == ["overridden"] and len(installation.hooked) == len(NAMES) - 1 + len(NEW)
     installation.remove()
     assert AttentionBackendEnum.FLASH_ATTN.get_path() == "somebody.elses.Backend"

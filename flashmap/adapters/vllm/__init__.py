@@ -31,7 +31,7 @@ CPU = {
     "CPU_ATTN": "flashmap.adapters.vllm.cpu_attn.FlashMapCPUAttentionBackend",
     "CPU_MLA": "flashmap.adapters.vllm.cpu_mla.FlashMapCPUMLABackend",
 }
-CUDA = {name: f"{gate.__name__}.{name}" for name in gate.OURS}
+CUDA = {name: f"{gate.__name__}.{name}" for name in (*gate.OURS, *gate.NAMED)}
 BACKENDS = CPU | CUDA
 
 _installation: Installation | None = None
@@ -47,8 +47,8 @@ def install(backends: Iterable[str] | None = None) -> Installation:
     """Hook FlashMap into vLLM in this process. Idempotent: what is hooked stays, and is listed again.
 
     Args:
-        backends: names of vLLM backends, keys of ``BACKENDS``; None: FLASHMAP_VLLM_BACKENDS, or else all that this
-            platform has. Given here, they also become the choice of the processes that vLLM starts, where the entry point installs.
+        backends: names of vLLM backends, keys of ``BACKENDS``, of which FLASHMAP and FLASHMAP_MLA are new names (CUDA, vLLM from
+            0.32); None: FLASHMAP_VLLM_BACKENDS, or else all that this platform and version have. Given here, they also become the choice of the processes that vLLM starts, where the entry point installs.
 
     Returns:
         What was hooked, what was declined and why. Install before the model is built: vLLM chooses a layer's backend
@@ -86,6 +86,8 @@ def install(backends: Iterable[str] | None = None) -> Installation:
 def _hook(name: str) -> Hook | Reason:
     """Override one backend by ours, or say why not."""
     platform = _platform()
+    if name in gate.NAMED and platform == "cuda" and not _takes_names():
+        return Reason("platform", f"{name}: this vLLM takes no new backend names", f"hook {gate.NAMED[name]}, and choose that")
     if name not in _of(platform):
         return Reason("platform", f"{name}: vLLM runs on {platform}, which has no such backend for FlashMap to serve")
     missing = probe((*COMMON, *(CONTRACTS[name] if name in CPU else ())))  # a CUDA backend is probed once vLLM imports it
@@ -93,9 +95,15 @@ def _hook(name: str) -> Hook | Reason:
         return broken(name, missing)
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    path = BACKENDS[name]
+    if name in gate.NAMED:
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, path)
+        return Hook(
+            _target(name), path, OWNER, f"{gate.NAMED[name]} with FlashMap's op, by a name of its own", functools.partial(_unname, name)
+        )
     member = AttentionBackendEnum[name]
     before = member.get_path() if member.is_overridden() else None
-    path = BACKENDS[name]
     if before is not None and before != path:
         return Reason(
             "overridden", f"{name} is overridden by {before}, which stays", "remove the other plugin, or choose with VLLM_PLUGINS"
@@ -119,25 +127,32 @@ def _platform() -> str:
 
 
 def _of(platform: str) -> dict[str, str]:
-    return {"cpu": CPU, "cuda": CUDA}.get(platform, {})
+    found = {"cpu": CPU, "cuda": CUDA}.get(platform, {})
+    return {name: path for name, path in found.items() if name not in gate.NAMED or _takes_names()}
+
+
+def _takes_names() -> bool:
+    """vLLM 0.32 and later: ``register_backend`` makes a member of a new name. Before, there is one slot for all plugins, CUSTOM."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return hasattr(AttentionBackendEnum, "register")
 
 
 def examine() -> Installation:
     """What will be hooked once vLLM selects its backends: installs, and probes their contracts. For ``flashmap doctor``."""
     installation = install()
-    found = []
+    of = {hook: gate.NAMED.get(name := hook.target.removeprefix(_TARGET), name) for hook in installation.hooked}
+    lost = {}
     for name in gate.OURS:
-        if not any(hook.target == _target(name) for hook in installation.hooked):
+        if name not in of.values():
             continue
         try:
             getattr(gate, name)
         except Exception as error:  # not for this machine: vLLM will not choose it here either
-            found.append(Reason("platform", f"{name}: it cannot be imported here ({type(error).__name__}: {error})"))
-    lost = (*found, *gate.declined.values())
-    hooked = tuple(
-        hook for hook in installation.hooked if not any(r.text.startswith(hook.target.removeprefix(_TARGET) + ":") for r in lost)
-    )
-    return replace(installation, hooked=hooked, declined=(*installation.declined, *lost))
+            lost[name] = Reason("platform", f"{name}: it cannot be imported here ({type(error).__name__}: {error})")
+    lost |= gate.declined
+    hooked = tuple(hook for hook in installation.hooked if of[hook] not in lost)
+    return replace(installation, hooked=hooked, declined=(*installation.declined, *lost.values()))
 
 
 def _restore(member: Any, before: str | None) -> None:
@@ -150,6 +165,20 @@ def _restore(member: Any, before: str | None) -> None:
         member.clear_override()
     else:
         register_backend(member, before)
+    _forget_selection()
+
+
+def _unname(name: str) -> None:
+    """Take a member of our own away. vLLM can add one, but not remove it: this undoes ``AttentionBackendEnum.register``."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    member = AttentionBackendEnum.__members__.get(name)
+    if member is None:
+        return
+    member.clear_override()
+    del AttentionBackendEnum._member_map_[name], AttentionBackendEnum._value2member_map_[member.value]
+    AttentionBackendEnum._member_names_.remove(name)
+    delattr(AttentionBackendEnum, name)
     _forget_selection()
 
 

@@ -25,10 +25,13 @@ OURS = {
     "FLASH_ATTN_MLA": "flashmap.adapters.vllm.flashattn_mla:FlashMapFlashAttnMLABackend",
     "FLASHMLA": "flashmap.adapters.vllm.flashmla:FlashMapFlashMLABackend",
 }
+# Names of our own, for vLLM versions that take new ones; each is that backend with ours, whatever is hooked under its own name.
+NAMED = {"FLASHMAP": "TRITON_ATTN", "FLASHMAP_MLA": "TRITON_MLA"}
 declined: dict[str, Reason] = {}  # the backends whose contract is broken in this process
 
 
 def __getattr__(name: str) -> Any:
+    name = NAMED.get(name, name)
     if name not in OURS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _resolve(name)

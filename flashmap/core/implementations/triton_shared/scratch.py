@@ -13,6 +13,7 @@ import threading
 import torch
 
 logger = logging.getLogger(__name__)
+COUNTERS = 1024  # int32 before each buffer: 0 when it is taken for the first time, and whoever counts there leaves 0
 
 
 class Scratch:
@@ -61,7 +62,7 @@ class Scratch:
     def bytes(self) -> int:
         """All that is held, retired buffers included."""
         held = [*self._by_stream.values(), *self._retired, *([] if self._reserve is None else [self._reserve])]
-        return sum(4 * b.numel() for b in held)
+        return sum(b.untyped_storage().nbytes() for b in held)
 
     def _replace(self, stream: int, buffer: torch.Tensor) -> None:
         """A buffer that no graph points at is freed: torch's allocator hands its memory on in the order of the stream."""
@@ -72,7 +73,9 @@ class Scratch:
 
     def _allocate(self, size: int) -> torch.Tensor:
         logger.info("flashmap: taking %.1f MB of scratch on %s", size * 4 / 1e6, self._device)
-        return torch.empty(size, dtype=torch.float32, device=self._device)
+        memory = torch.empty(COUNTERS + size, dtype=torch.float32, device=self._device)
+        memory[:COUNTERS].zero_()
+        return memory[COUNTERS:]
 
 
 _scratch: dict[torch.device, Scratch] = {}

@@ -31,6 +31,8 @@ class Config:
         span, rest: the head dimension in two dots, of the first ``span`` columns and of ``rest`` (padded; 0: none).
         d1, dv: ``span`` and the value dimension, padded to powers of two.
         block_s, merge_warps: splits that the merge reads at once, and its warps.
+        fp16: an fp8 prefix is multiplied in fp16 although q is bf16. Not measured yet, so only where it is forced.
+        last_merges: no second kernel, but the last of a request's programs merges. Not measured yet, so only where it is forced.
         pdl: programmatic dependent launch, by which the merge starts before the split kernel ends.
     """
 
@@ -50,6 +52,8 @@ class Config:
     dv: int
     block_s: int
     merge_warps: int
+    fp16: bool
+    last_merges: bool
     pdl: bool
 
     def target(self, kv_heads: int, sm_count: int) -> int:
@@ -139,6 +143,8 @@ def config_for(request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, 
         dv=dv,
         block_s=max(8, min(16, 2048 // dv)),
         merge_warps=4 if dv >= 256 else 2,
+        fp16=bool(forced.get("fp16")) and request.dtype == "bf16" and request.kv_dtype.startswith("fp8"),
+        last_merges=bool(forced.get("last_merges")) and kind != "latent_sm90",
         pdl=device.type == "cuda" and device.capability >= (9, 0) and device.has_triton(3, 6),
     )
     return config if device.type != "cuda" or kind == "latent_sm90" else _fit(config, request, device, forced)
@@ -228,7 +234,7 @@ def shared_memory(config: Config, request: VerifyRequest) -> int:
 
 def overrides() -> dict[str, int]:
     """The fields of Config that FLASHMAP_SPLITKV_* variables force. Read where a launch is planned: choosing is pure."""
-    names = ("waves", "max_splits", "min_chunk", "block_n", "warps", "stages")
+    names = ("waves", "max_splits", "min_chunk", "block_n", "warps", "stages", "fp16", "last_merges")
     found = {name: env.get(f"FLASHMAP_SPLITKV_{name.upper()}") for name in names}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -3,7 +3,8 @@
 Shapes: R requests; L_r query tokens of request r; Hkv KV heads with G query heads each; row ``t * G + g`` of a KV head is
 query head ``h * G + g`` at token t, so a head's rows lie in row blocks of M. Keys come in tiles of BLOCK_N.
 
-Partial results: ``parts`` holds [launched splits, Hkv, ROWS, DV] and, from ``lse_at`` on, [launched splits, Hkv, ROWS].
+Partial results: ``parts`` holds [launched splits, Hkv, ROWS, DV] and, from ``lse_at`` on, [launched splits, Hkv, ROWS]. Before it lie
+COUNTERS int32, which are 0 between launches: with LAST_MERGES, the arrivals of a request's splits, and no merge kernel runs.
 
 Numbers: fp32 accumulation, softmax in base 2 (logits are scaled by log2 e once), partial results are fp32 and already
 normalised, with their base-2 log-sum-exp. A row that sees nothing gives 0 and -inf. Offsets into tensors are 64-bit.
@@ -17,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmap.core.implementations.triton_splitkv import device
-from flashmap.core.implementations.triton_splitkv.device import LN2, LOG2E, VARYING
+from flashmap.core.implementations.triton_splitkv.device import COUNTERS, LN2, LOG2E, VARYING
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -34,13 +35,14 @@ def split_kernel(
     PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr, DRAFT: tl.constexpr, MASK: tl.constexpr,
     MASK_INDPTR: tl.constexpr, MASK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
     KV_START: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
-    K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr, FP16: tl.constexpr, LAST_MERGES: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h * ROW_BLOCKS + b, i): row block b of KV head h over the i-th split of the batch.
 
     The splits of all requests are numbered through; which request split i belongs to, and which keys it covers, every
     program works out from the lengths (``schedule``). A request's last split also does its draft tokens. The only
-    split of a request writes the result, others write partial results for ``merge_kernel``.
+    split of a request writes the result, others write partial results for ``merge_kernel``, or the last to arrive merges.
     """
     h = tl.program_id(0) // ROW_BLOCKS
     row_block = tl.program_id(0) % ROW_BLOCKS
@@ -66,6 +68,20 @@ def split_kernel(
     if D2 > 0:
         d2 = SPAN + tl.arange(0, D2)
         q2 = tl.load(q_rows + d2[None, :], mask=row_ok[:, None] & (d2 < DK)[None, :], other=0.0)
+    # The prefix is multiplied in fp16 where that is the way out of fp8: to bf16 it is another, slow conversion of every element.
+    dtype: tl.constexpr = tl.float16 if FP16 else q.dtype.element_ty
+    p1 = q1
+    if D2 > 0:
+        p2 = q2
+    unit = 1.0
+    if FP16:
+        largest = tl.max(tl.abs(q1.to(tl.float32)), 1)
+        if D2 > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(q2.to(tl.float32)), 1))
+        unit = device.power_of_two(largest)[:, None]
+        p1 = (q1.to(tl.float32) / unit).to(dtype)
+        if D2 > 0:
+            p2 = (q2.to(tl.float32) / unit).to(dtype)
 
     start = 0
     if KV_START:
@@ -117,12 +133,12 @@ def split_kernel(
             pages = tl.load(table_row + key // PAGE_SIZE).to(tl.int64)
             k_rows = k_head + (pages * stride_kp + key % PAGE_SIZE * stride_kt)[:, None]
             v_rows = v_head + (pages * stride_vp + key % PAGE_SIZE * stride_vt)[:, None]
-        k1 = device.columns(k_rows, d1, SPAN, D1, q.dtype.element_ty)
-        logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        k1 = device.columns(k_rows, d1, SPAN, D1, dtype)
+        logits = tl.dot(p1, tl.trans(k1), input_precision=PRECISION)
         if D2 > 0:
-            k2 = device.columns(k_rows, d2, DK, SPAN + D2, q.dtype.element_ty)
-            logits = tl.dot(q2, tl.trans(k2), logits, input_precision=PRECISION)
-        logits = device.scaled(logits, scale * k_scale, softcap, SOFTCAP)
+            k2 = device.columns(k_rows, d2, DK, SPAN + D2, dtype)
+            logits = tl.dot(p2, tl.trans(k2), logits, input_precision=PRECISION)
+        logits = device.scaled(logits, scale * k_scale * unit, softcap, SOFTCAP)
         visible = (n < prefix)[None, :]
         if WINDOW:
             visible = visible & (at[:, None] - (start + n)[None, :] <= window)
@@ -131,7 +147,7 @@ def split_kernel(
         if LATENT:
             values = k1
         else:
-            values = device.columns(v_rows, dv, DV, BLOCK_DV, q.dtype.element_ty)
+            values = device.columns(v_rows, dv, DV, BLOCK_DV, dtype)
         acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
 
     if PDL:
@@ -143,6 +159,10 @@ def split_kernel(
     else:
         draft_scale = scale * k_scale
     tail = tl.where(i - first == splits - 1, length, 0)
+    if FP16:  # read again, rather than kept in registers over the loop
+        q1 = tl.load(q_rows + d1[None, :], mask=row_ok[:, None] & (d1 < SPAN)[None, :], other=0.0)
+        if D2 > 0:
+            q2 = tl.load(q_rows + d2[None, :], mask=row_ok[:, None] & (d2 < DK)[None, :], other=0.0)
     for j0 in tl.range(0, tail, BLOCK_L, num_stages=1):
         j = j0 + tl.arange(0, BLOCK_L)
         exists = j < length
@@ -180,27 +200,40 @@ def split_kernel(
     if DRAFT != "dense":
         acc = acc * v_scale
 
-    column_ok = row_ok[:, None] & (dv < DV)[None, :]
     if splits == 1:
-        if SINKS:
-            sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-            m_new = tl.maximum(m_i, sink)
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen, and no sink either
-            alpha = tl.exp2(m_i - base)
-            l_i = l_i * alpha + tl.exp2(sink - base)
-            acc = acc * alpha[:, None]
-            m_i = m_new
-        result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
-        o_rows = out + (q_first + t).to(tl.int64)[:, None] * stride_ot + head[:, None] * stride_oh
-        tl.store(o_rows + dv[None, :], result.to(out.dtype.element_ty), mask=column_ok)
-        if LSE:
-            tl.store(lse + (q_first + t).to(tl.int64) * (HKV * G) + head, (m_i + tl.log2(l_i)) * LN2, mask=row_ok)
+        device.finish(
+            m_i, l_i, acc, out, lse, sinks, q_first, t, head, dv, row_ok, stride_ot, stride_oh, HKV, G, DV, SINKS, LSE
+        )  # fmt: skip
     else:
-        part = (i.to(tl.int64) * HKV + h) * ROWS + rows
         inside = row_ok & (rows < ROWS)  # rows past max_query_len have no place there
         result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
+        part = (i.to(tl.int64) * HKV + h) * ROWS + rows
         tl.store(parts + part[:, None] * DV + dv[None, :], result, mask=inside[:, None] & (dv < DV)[None, :])
         tl.store(parts + lse_at + part, m_i + tl.log2(l_i), mask=inside)
+        if LAST_MERGES:
+            counter = parts.to(tl.pointer_type(tl.int32), bitcast=True) - COUNTERS + r * (HKV * ROW_BLOCKS) + tl.program_id(0)
+            tl.debug_barrier()  # all of this program's stores come before its arrival
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+                tl.store(counter, 0)  # for the next launch
+                m_all = tl.full([M], float("-inf"), dtype=tl.float32)
+                l_all = tl.zeros([M], dtype=tl.float32)
+                all_parts = tl.zeros([M, BLOCK_DV], dtype=tl.float32)
+                for s in tl.range(0, splits, num_stages=4):  # in split order, whoever is last
+                    part = ((first + s).to(tl.int64) * HKV + h) * ROWS + rows
+                    part_m = tl.load(parts + lse_at + part, mask=inside, other=float("-inf"), cache_modifier=".cg")
+                    values = tl.load(
+                        parts + part[:, None] * DV + dv[None, :], mask=inside[:, None] & (dv < DV)[None, :], other=0.0, cache_modifier=".cg"
+                    )
+                    m_new = tl.maximum(m_all, part_m)
+                    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+                    alpha = tl.exp2(m_all - base)
+                    weight = tl.exp2(part_m - base)
+                    l_all = l_all * alpha + weight
+                    all_parts = all_parts * alpha[:, None] + values * weight[:, None]
+                    m_all = m_new
+                device.finish(
+                    m_all, l_all, all_parts, out, lse, sinks, q_first, t, head, dv, row_ok, stride_ot, stride_oh, HKV, G, DV, SINKS, LSE
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING[:-1])

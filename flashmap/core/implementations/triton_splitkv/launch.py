@@ -16,7 +16,7 @@ from flashmap.core.implementations.triton_shared.arguments import (
     mask_arguments,
     or_unused,
 )
-from flashmap.core.implementations.triton_shared.scratch import scratch_of
+from flashmap.core.implementations.triton_shared.scratch import COUNTERS, scratch_of
 from flashmap.core.implementations.triton_splitkv import kernels
 from flashmap.core.implementations.triton_splitkv.config import Config, config_for, overrides, request_block
 from flashmap.core.inputs import Call, PagedKV
@@ -89,7 +89,9 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
         raise ValueError(f"{named} needs more than the {device.shared_memory >> 10} KiB of shared memory: set a lower value, or unset it")
     rows = request.group * request.max_query_len
     launched = config.launched_splits(request, device.sm_count)
-    merges = launched > request.num_requests and config.max_splits > 1
+    splits = launched > request.num_requests and config.max_splits > 1
+    arrivals = request.num_requests * request.kv_heads * config.row_blocks
+    last_merges = splits and config.last_merges and arrivals <= COUNTERS
     partials = launched * request.kv_heads * rows
     shared = dict(
         HKV=request.kv_heads,
@@ -125,6 +127,8 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
         SOFTCAP=request.softcap,
         K_SCALE_ON_DEVICE=request.scales in ("device", "device_k"),
         V_SCALE_ON_DEVICE=request.scales in ("device", "device_v"),
+        FP16=config.fp16,
+        LAST_MERGES=last_merges,
         PRECISION="ieee" if request.dtype == "fp32" else "tf32",  # of fp32 dots alone
         num_warps=config.warps,
         num_stages=config.stages,
@@ -133,8 +137,8 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
     return Plan(
         config=config,
         target=config.target(request.kv_heads, device.sm_count),
-        merges=merges,
-        partials=partials * (request.v_head_dim + 1) if merges else 1,
+        merges=splits and not last_merges,
+        partials=partials * (request.v_head_dim + 1) if splits else 1,
         lse_at=partials * request.v_head_dim,
         grid=(request.kv_heads * config.row_blocks, launched),
         constants=constants,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.peers import Call, require
-from benchmarks.problem import Problem
+from flashmap.bench.peers import Call, require
+from flashmap.bench.problem import Problem
 
 WORKSPACE_BYTES = 512 << 20
 LATENT = 512
@@ -26,9 +26,9 @@ class FlashInfer:
     def bind(self, problem: Problem) -> Call:
         require(problem.point.kv == "bf16", "fp8 is not set up here")
         pages = torch.tensor([0, *problem.pages_of]).cumsum(0).int().to(problem.device)
-        return self._mla(problem, pages) if problem.v is None else self._gqa(problem, pages)
+        return self._mla(problem, pages) if problem.v is None else self._gqa(problem, problem.v, pages)
 
-    def _gqa(self, problem: Problem, pages: torch.Tensor) -> Call:
+    def _gqa(self, problem: Problem, values: torch.Tensor, pages: torch.Tensor) -> Call:
         shape, page = problem.point.shape, problem.point.page
         wrapper = self.lib.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
         wrapper.plan(
@@ -36,7 +36,7 @@ class FlashInfer:
             shape.head_dim, page, custom_mask=None if problem.tree is None else problem.full_mask, causal=problem.tree is None,
             sm_scale=problem.scale, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
-        return lambda layer: wrapper.run(problem.q, (problem.k[layer], problem.v[layer]), out=problem.out(layer))
+        return lambda layer: wrapper.run(problem.q, (problem.k[layer], values[layer]), out=problem.out(layer))
 
     def _mla(self, problem: Problem, pages: torch.Tensor) -> Call:
         require(problem.tree is None, "no tree mask for MLA")

@@ -8,11 +8,13 @@ draft tokens that it sees (a page table of single slots), then a merge by log-su
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from benchmarks.peers import Call, Skip, require
-from benchmarks.problem import Problem
+from flashmap.bench.peers import Call, Skip, require
+from flashmap.bench.problem import Problem
 
 LATENT = 512
 
@@ -29,7 +31,8 @@ class Fa3:
             module = sys.modules.get("vllm.vllm_flash_attn.flash_attn_interface")
             raise Skip(f"no FA3 in vLLM: {getattr(module, 'FA3_UNAVAILABLE_REASON', error)}") from error
         require(flash_attn_interface.FA3_AVAILABLE, f"no FA3 in vLLM: {flash_attn_interface.FA3_UNAVAILABLE_REASON}")
-        self.lib, self.version = flash_attn_interface, f"vllm {vllm.__version__}"
+        self.lib: Any = flash_attn_interface
+        self.version = f"vllm {vllm.__version__}"
 
     def bind(self, problem: Problem) -> Call:
         require(problem.tree is None, "no tree mask (see fa3_cascade)")
@@ -108,7 +111,7 @@ class _Split:
             self.k = self.k[..., LATENT:]
             self.q, self.q_v = problem.q[..., LATENT:].contiguous(), problem.q[..., :LATENT].contiguous()
 
-    def of(self, layer: int) -> tuple:
+    def of(self, layer: int) -> tuple[torch.Tensor | None, ...]:
         return self.q, self.k[layer], self.v[layer], self.q_v
 
 
@@ -122,7 +125,7 @@ def _allowed_slots(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     for r, n in enumerate(problem.query_lens):
         slots = problem.draft_slots[start : start + n]
         for t in range(n):
-            rows.append(slots[problem.tree[r, t, :n]].int())
+            rows.append(slots[problem.allowed[r, t, :n]].int())
             counts.append(len(rows[-1]))
         start += n
     table = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -131,7 +134,7 @@ def _allowed_slots(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(counts, dtype=torch.int32, device=problem.device), table
 
 
-def _merge() -> tuple:
+def _merge() -> tuple[Callable[..., object], str]:
     """vLLM's merge of two partial results: its CUDA kernel if it runs here, else its Triton kernel."""
     try:
         from vllm._custom_ops import merge_attn_states

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.peers import Call
-from benchmarks.problem import Problem
+from flashmap.bench.peers import Call
+from flashmap.bench.problem import Problem
 
 REPLAYS = 20
 SLOW_REPLAY_MS, SLOW_REPLAYS = 200.0, 5  # a replay this long varies little, and GPU time is dear
@@ -38,7 +38,9 @@ def capture(call: Call, layers: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor
     return graph, first, last
 
 
-def check(problem: Problem, references: tuple[torch.Tensor, torch.Tensor], graph, first: torch.Tensor, last: torch.Tensor) -> float:
+def check(
+    problem: Problem, references: tuple[torch.Tensor, torch.Tensor], graph: torch.cuda.CUDAGraph, first: torch.Tensor, last: torch.Tensor
+) -> float:
     """Replay once onto poisoned outputs; the relative error of the first and last layer, or Wrong."""
     for out in (problem.outs, first, last):
         out.fill_(float("nan"))
@@ -90,7 +92,7 @@ def host_us(call: Callable[[], object], calls: int = 400, batch: int = 50) -> fl
 
 def bare_launch_us() -> float:
     """Host time of launching a Triton kernel that does nothing, as its plain `kernel[grid](...)`."""
-    from benchmarks.empty_kernel import empty_kernel
+    from flashmap.bench.empty_kernel import empty_kernel
 
     tensor = torch.empty(1, device="cuda")
     return host_us(lambda: empty_kernel[(1,)](tensor, BLOCK=16))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.peers import Call, require
-from benchmarks.problem import Problem
+from flashmap.bench.peers import Call, require
+from flashmap.bench.problem import Problem
 
 
 class FlashMla:

@@ -10,14 +10,14 @@ Peers without a package, and reduced packages (pack_peers.py), come from the fol
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
-from benchmarks.problem import Problem
+from flashmap import env
+from flashmap.bench.problem import Problem
 
 Call = Callable[[int], torch.Tensor]
 
@@ -50,17 +50,23 @@ class Peer(Protocol):
 
 def load(name: str) -> Peer:
     """The named peer, or Skip with the reason why it is not available."""
-    folder = os.environ.get("FLASHMAP_PEERS")
-    if folder and folder not in sys.path:
-        sys.path.append(folder)  # last: an installed engine comes first
+    folder = look_in_folder()
     module, cls = PEERS[name].split(":")
     try:
-        return getattr(importlib.import_module(f"benchmarks.peers.{module}"), cls)()
+        return cast(Peer, getattr(importlib.import_module(f"flashmap.bench.peers.{module}"), cls)())
     except Skip:
         raise
     except Exception as error:  # a peer's import may fail in any way; the benchmark goes on without it
         where = "" if folder else "; FLASHMAP_PEERS is not set"
         raise Skip(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{where}") from error
+
+
+def look_in_folder() -> str | None:
+    """Put the folder that FLASHMAP_PEERS names on the import path, last: an installed engine comes first. None: it names none."""
+    folder: str | None = env.get("FLASHMAP_PEERS")
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+    return folder
 
 
 def require(condition: bool, reason: str) -> None:

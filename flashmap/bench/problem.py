@@ -1,4 +1,4 @@
-"""One point's tensors on the GPU, its masks in every layout, and its right answer. Used by op_bench.py and the peers.
+"""One point's tensors on the GPU, its masks in every layout, and its right answer. Used by run.py and the peers.
 
 Every "layer" has a cache of its own, together more than the L2 holds several times over, so that each call reads from
 memory. The draft tokens lie in the cache behind the prefix. Their keys and values are four times as large as the
@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from benchmarks.points import Point
+from flashmap.bench.points import Point
 
 COLD_BYTES = 420e6  # of cache, over all layers; an H200's L2 holds 60 MB
 MIN_LAYERS, MAX_LAYERS = 8, 1024
@@ -43,7 +43,7 @@ class Problem:
         self.pages_of, self.page_list = pages_of, order.to(self.device)
         self.cu_seqlens_q = self._ints(_starts(self.query_lens))
         self.kv_lens, self.kv_prefix_lens = self._ints(self.totals), self._ints(self.prefix_lens)
-        self.tree = _trees(point, self.query_lens, same_tree, seed).to(self.device) if point.tree else None
+        self.tree: torch.Tensor | None = _trees(point, self.query_lens, same_tree, seed).to(self.device) if point.tree else None
 
         self.q = torch.randn(sum(self.query_lens), shape.heads, shape.head_dim, device=self.device, dtype=torch.bfloat16)
         self.k = self._cache(sum(pages_of), shape.head_dim)
@@ -93,13 +93,20 @@ class Problem:
             return self.draft_k[..., : self.point.shape.v_head_dim]
         return self.v_slots[:, self.draft_slots].to(torch.bfloat16)
 
+    @property
+    def allowed(self) -> torch.Tensor:
+        """The tree, where there is one: bool [R, L, L], row t of request r true where token t sees draft token j."""
+        if self.tree is None:
+            raise ValueError(f"{self.point.label} is a chain")
+        return self.tree
+
     @cached_property
     def full_mask(self) -> torch.Tensor:
         """The tree, flat: row t of request r has prefix + L entries, the prefix's true; requests follow one another."""
         rows = []
         for r, (p, n) in enumerate(zip(self.prefix_lens, self.query_lens, strict=True)):
             block = torch.ones(n, p + n, dtype=torch.bool, device=self.device)
-            block[:, p:] = self.tree[r, :n, :n]
+            block[:, p:] = self.allowed[r, :n, :n]
             rows.append(block.flatten())
         return torch.cat(rows)
 
@@ -112,7 +119,7 @@ class Problem:
     def packed_mask(self) -> torch.Tensor:
         """The tree as bits, int64 [T, words]."""
         words = -(-self.max_query_len // 64)
-        rows = torch.cat([self.tree[r, :n] for r, n in enumerate(self.query_lens)])
+        rows = torch.cat([self.allowed[r, :n] for r, n in enumerate(self.query_lens)])
         bits = torch.zeros(len(rows), words * 64, dtype=torch.int64, device=self.device)
         bits[:, : rows.shape[1]] = rows.long()
         return (bits.view(-1, words, 64) << torch.arange(64, device=self.device)).sum(-1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.peers import Call, require
-from benchmarks.problem import Problem
+from flashmap.bench.peers import Call, require
+from flashmap.bench.problem import Problem
 
 
 class Unified:
@@ -18,7 +18,9 @@ class Unified:
         self.run, self.version = unified_attention, f"vllm {vllm.__version__}"
 
     def bind(self, problem: Problem) -> Call:
-        require(problem.v is not None, "no MLA")
+        values = problem.v
+        require(values is not None, "no MLA")
+        assert values is not None
         require(problem.point.kv == "bf16", "fp8 is not set up here")
         bias = None
         if problem.tree is not None:
@@ -29,7 +31,7 @@ class Unified:
         def call(layer: int) -> torch.Tensor:
             out = problem.out(layer)
             self.run(
-                problem.q, problem.k[layer], problem.v[layer], out, problem.cu_seqlens_q, problem.max_query_len, problem.kv_lens,
+                problem.q, problem.k[layer], values[layer], out, problem.cu_seqlens_q, problem.max_query_len, problem.kv_lens,
                 problem.max_kv_len, problem.scale, True, (-1, -1), problem.block_table, 0.0, None, None, None, qq_bias=bias,
             )  # fmt: skip
             return out

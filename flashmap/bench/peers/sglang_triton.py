@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.peers import Call, require
-from benchmarks.problem import Problem
+from flashmap.bench.peers import Call, require
+from flashmap.bench.problem import Problem
 
 
 class Extend:
@@ -58,7 +58,7 @@ class _Arguments:
         self.problem, self.draft = problem, (problem.draft_k, problem.draft_v)
         self.mask = (None, None) if problem.tree is None else (problem.full_mask, problem.full_mask_indptr)
 
-    def of(self, layer: int) -> tuple:
+    def of(self, layer: int) -> tuple[torch.Tensor | int | bool | None, ...]:
         p, (mask, indptr) = self.problem, self.mask
         return (
             p.q, self.draft[0][layer], self.draft[1][layer], p.out(layer), p.k_slots[layer], p.v_slots[layer], p.cu_seqlens_q,
