@@ -306,7 +306,7 @@ def resolve(
         return_lse=bool(return_lse),
         scales=scales,
         int64=tuple([name for name, tensor in indices if tensor is not None and tensor.dtype == torch.int64]),
-        aligned=not latent or aligned(k),
+        aligned=aligned(k) and (kv.v is None or aligned(kv.v)),
     )
     if out is None:
         out = torch.empty(tokens, heads, v_head_dim, dtype=q.dtype, device=q.device)
@@ -382,9 +382,13 @@ def _check_draft(
     return k, None if latent else v
 
 
-def aligned(k: torch.Tensor) -> bool:
-    """Whether the address is a multiple of 16 bytes and the strides of 16 elements: what Triton tells a kernel of alignment."""
-    return k.data_ptr() % 16 == 0 and not any(stride % 16 for stride in k.stride()[:-2])
+def aligned(cache: torch.Tensor) -> bool:
+    """Whether the address is a multiple of 16 bytes and the strides of 16 elements: what Triton tells a kernel of alignment.
+
+    The stride of a head counts where there is more than one.
+    """
+    strides = cache.stride()[:-2] if cache.shape[-2] == 1 else cache.stride()[:-1]
+    return cache.data_ptr() % 16 == 0 and not any(stride % 16 for stride in strides)
 
 
 def _check_rows(name: str, tensor: torch.Tensor, tokens: int) -> None:

@@ -45,7 +45,7 @@ class VerifyRequest:
     ``draft`` is "cache" (the last tokens listed), "slots" (draft_slots) or "dense" (draft_kv); ``mask`` a
     TreeMask layout or None; ``scales`` "none" (both 1.0), "host", "device", or where one of the two is a tensor and the
     other a number "device_k" or "device_v". ``page_size`` is 1 for slot lists. ``int64`` names the index arguments that
-    are int64 rather than int32. ``aligned``: a latent cache's strides and address are multiples of 16.
+    are int64 rather than int32. ``aligned``: the cache's strides and addresses are multiples of 16.
     """
 
     heads: int

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashmap.core import Declined, DeviceInfo, Limits, PagedKV, VerifyRequest, registry
+from flashmap.core import DeviceInfo, Limits, PagedKV, VerifyRequest, registry
 from flashmap.core.implementations.composite import Composite, launch, libraries
 from flashmap.core.implementations.composite.libraries import Found, check_fa3, check_flashmla, search
 from flashmap.core.implementations.triton_shared.scratch import Scratch
@@ -158,12 +158,11 @@ def test_an_output_that_the_library_cannot_write_is_written_by_the_tail() -> Non
     wanted = resolve(**arguments)
     doubled("fa3_tail").run(wanted)
     odd = resolve(**{**arguments, "out": wide[..., :64]})
-    doubled("fa3_tail").run(odd)
-    torch.testing.assert_close(odd.out[:3], wanted.out[:3], rtol=2e-3, atol=2e-3)
-    assert not wide[..., 64:].any()
-    with pytest.raises(Declined) as declined:
-        doubled("fa3").run(odd)
-    assert [reason.code for reason in declined.value.reasons] == ["alignment"]
+    for name in ("fa3", "fa3_tail"):
+        odd.out.zero_()
+        doubled(name).run(odd)
+        torch.testing.assert_close(odd.out[:3], wanted.out[:3], rtol=2e-3, atol=2e-3)
+        assert not wide[..., 64:].any() and not odd.out[3:].any()
 
 
 def test_a_query_that_the_library_cannot_read_is_copied() -> None:
@@ -176,24 +175,32 @@ def test_a_query_that_the_library_cannot_read_is_copied() -> None:
     assert torch.equal(calls[0].out[:3], calls[1].out[:3])
 
 
-def test_an_unaligned_cache_is_declined_before_any_launch() -> None:
-    arguments = build(Case("odd cache", query_lens=(3,), prefix_lens=(20,)))
+@pytest.mark.parametrize("heads", [1, 2])
+def test_an_unaligned_cache_is_declined(heads: int) -> None:
+    case = Case("odd cache", heads=2, kv_heads=heads, query_lens=(3,), prefix_lens=(20,))
+    arguments = build(case)
     kv = arguments["kv"]
-    wide = torch.zeros(*kv.k.shape[:-1], 65)[..., :64]
-    call = resolve(**{**arguments, "kv": PagedKV(wide, kv.v, kv.block_table, kv.kv_lens)})
-    for name in ("fa3_tail", "fa3"):
-        before = call.out.clone()
-        with pytest.raises(Declined) as declined:
-            doubled(name).run(call)
-        assert [reason.code for reason in declined.value.reasons] == ["alignment"] and torch.equal(call.out, before)
+    odd = torch.zeros(*kv.k.shape[:-1], 65)[..., :64]
+    for k, v in ((odd, kv.v), (kv.k, odd)):
+        request = VerifyRequest.of(**{**arguments, "kv": PagedKV(k, v, kv.block_table, kv.kv_lens)})
+        for name in ("fa3_tail", "fa3"):
+            reasons = doubled(name).why_not(request, DeviceInfo.of(torch.device("cpu")))
+            assert [reason.code for reason in reasons] == ["alignment"]
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5])
-def test_a_scale_that_turns_the_order_of_logits_is_declined(scale: float) -> None:
-    call = resolve(**build(Case("scale", query_lens=(3,), prefix_lens=(20,), scale=scale)))
-    with pytest.raises(Declined) as declined:
-        doubled("fa3_tail").run(call)
-    assert [reason.code for reason in declined.value.reasons] == ["scale"]
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scale_that_turns_the_order_of_logits(name: str, scale: float) -> None:
+    """Libraries take the largest logit before they scale it."""
+    seen = []
+
+    def attend(**arguments: Any) -> Any:
+        seen.append(arguments["softmax_scale"])
+        return DOUBLES[name](**arguments)
+
+    shape = LATENT if name == "flashmla_tail" else {}
+    assert_conforms(doubled(name, attend), Case("scale", query_lens=(3, 1), prefix_lens=(20, 9), scale=scale, **shape))
+    assert seen == [0.5 if scale else 1.0]
 
 
 def test_the_promise_of_finite_pages_lets_the_library_copy_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +242,7 @@ WAYS: dict[str, tuple[str, VerifyRequest, DeviceInfo, list[str]]] = {
     "GQA on FlashMLA": ("flashmla_tail", GQA, H200, ["head_dim", "library"]),
     "pages": ("flashmla_tail", replace(MLA, page_size=16), H200, ["page_size", "library"]),
     "no GPU here": ("fa3_tail", GQA, H200, ["library"]),
+    "alignment": ("fa3_tail", replace(GQA, aligned=False), H200, ["alignment", "library"]),
     "captured": ("fa3_tail", GQA, replace(H200, capturing=True), ["library"]),
 }
 

@@ -29,14 +29,17 @@ _LATENT = (576, 512)  # DeepSeek's: a latent of 512 columns, which are also V, a
 class Composite(Implementation):
     """A library with kernels of ours around it; launch.py knows by its name how it is called.
 
-    ``find``: the library, as this process has it; tests give another one. What a request does not tell raises Declined when
-    the call is made, before any launch: a scale that is not positive, a cache (for ``fa3`` an ``out`` too) not aligned to 16 bytes.
+    ``find``: the library, as this process has it; tests give another one.
     """
 
     find: Callable[[DeviceInfo], Found] = fa3
 
     def why_not(self, request: VerifyRequest, device: DeviceInfo) -> tuple[Reason, ...]:
         found = [*self.capability.why_not(request, device), *self.shape(request)]
+        if not request.aligned:
+            found.append(
+                Reason("alignment", "the cache's strides or addresses are no multiples of 16: the library copies 16 bytes at once")
+            )
         if device.triton is None:
             found.append(Reason("no_triton", "triton is not installed", "pip install triton"))
         if device.type == "cuda" and device.capability != HOPPER:

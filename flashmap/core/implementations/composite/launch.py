@@ -26,7 +26,7 @@ from flashmap.core.implementations.triton_shared.arguments import (
 )
 from flashmap.core.implementations.triton_shared.scratch import scratch_of
 from flashmap.core.inputs import Call, PagedKV
-from flashmap.core.interface import Declined, Reason
+from flashmap.core.interface import Reason
 from flashmap.core.request import DeviceInfo, Limits, VerifyRequest
 
 _ROWS = 16  # of a program of the tail: the fewest that a product takes, so that the most programs share a short piece of work
@@ -54,8 +54,9 @@ class Plan:
 def run(call: Call, name: str, attend: Attend) -> None:
     """Launch. Allocates only when a stream first needs this much scratch, which ``not_ready`` rules out under capture."""
     device = DeviceInfo.of(call.q.device)
+    if name == "fa3" and not _aligned(call.out):
+        name = "fa3_tail"  # which writes out itself
     plan = _plan(call.request, replace(device, capturing=False) if device.capturing else device, name)
-    _check(call, name)
     scratch = scratch_of(call.q.device)
     memory = scratch.take(plan.scratch, current_stream(call.q.device), capturing=device.capturing)
     assert memory is not None, "select() asks not_ready() before a call under capture"
@@ -161,9 +162,8 @@ def _flashmla_tail(call: Call, plan: Plan, memory: torch.Tensor, attend: Attend)
         call.q, q, call.cu_seqlens_q, kv.kv_lens, keys, n, kv.max_kv_len, *call.q.stride()[:2],
         heads, length, span, rest, request.draft, _HEADS_BLOCK,
     )  # fmt: skip
-    out, lse = attend(
-        q=q, kcache=kv.k, head_size_v=span, seqlens_k=keys, block_table=kv.block_table, softmax_scale=call.scale, is_causal=False
-    )
+    q, scale = _positive(q, call.scale)
+    out, lse = attend(q=q, kcache=kv.k, head_size_v=span, seqlens_k=keys, block_table=kv.block_table, softmax_scale=scale, is_causal=False)
     _tail(call, plan, _Part(out, out.stride()[:3], lse, (lse.stride()[0], lse.stride()[2], lse.stride()[1])))
 
 
@@ -182,7 +182,7 @@ def _fa3_arguments(call: Call, plan: Plan, starts: torch.Tensor, keys: torch.Ten
     with V.
     """
     kv = _paged(call)
-    q = call.q if _aligned(call.q) else call.q.contiguous()
+    q, scale = _positive(call.q if _aligned(call.q) else call.q.contiguous(), call.scale)
     q_v, k, v = None, kv.k, kv.v
     if v is None:
         dv = call.request.v_head_dim
@@ -198,7 +198,7 @@ def _fa3_arguments(call: Call, plan: Plan, starts: torch.Tensor, keys: torch.Ten
         max_seqlen_k=kv.max_kv_len,
         page_table=kv.block_table,
         leftpad_k=None if plan.whole_pages else pad,
-        softmax_scale=call.scale,
+        softmax_scale=scale,
     )
 
 
@@ -259,17 +259,11 @@ def _has_keys(kv: PagedKV) -> bool:
     return kv.max_kv_len > 0 and kv.k.shape[0] > 0
 
 
-def _check(call: Call, name: str) -> None:
-    """Raise Declined for what is not in a request."""
-    kv, found = _paged(call), []
-    if call.scale <= 0:  # libraries take the largest logit before they scale it
-        found.append(Reason("scale", f"scale {call.scale} is not more than 0"))
-    for title, tensor in (("k", kv.k), ("v", kv.v), ("out", call.out if name == "fa3" else None)):
-        if tensor is not None and not _aligned(tensor):
-            text = f"{title} with strides {tensor.stride()} does not begin every row at a multiple of 16 bytes"
-            found.append(Reason("alignment", text))
-    if found:
-        raise Declined(name, tuple(found))
+def _positive(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """Queries and a scale above 0 that give the same logits: libraries take the largest logit before they scale it."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
 
 
 def _aligned(tensor: torch.Tensor) -> bool:
