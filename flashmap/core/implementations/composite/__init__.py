@@ -2,7 +2,8 @@
 
 FlashAttention 3 and FlashMLA know causal masks at most. The two ``_tail`` implementations let them do the prefix, which every
 query token sees whole, and do the draft tokens, their mask, and the merge of both by log-sum-exp in one kernel of ours. ``fa3``
-leaves causal chains to FlashAttention 3 altogether. They run only when named. docs/kernels.md says what they cost.
+leaves causal chains to FlashAttention 3 altogether. They run when a caller, or a table of measured times, names them.
+docs/kernels.md describes them.
 
 Registers the names and says what each can serve; nothing of Triton or of a library is loaded before it is asked for.
 """
