@@ -21,40 +21,47 @@ RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "img"
 OP = RESULTS / "2026-11-30-h200-op.jsonl"
 FEATURES = RESULTS / "2026-11-30-h200-features.jsonl"
-SGLANG = RESULTS / "2026-11-30-h200-sglang" / "steps.jsonl"
+ENGINES = RESULTS / "2026-12-01-h200-engines"
 
+LABELS = {"sglang": "SGLang", "vllm": "vLLM"}
 OURS, GREY = SERIES["FlashMap"][1], "#9aa5b1"
 
 
 def main() -> None:
     for path in draw([OP, FEATURES], IMAGES):
         print(path)
-    figure = engine_steps([json.loads(line) for line in SGLANG.read_text().splitlines()])
-    figure.savefig(IMAGES / "sglang-steps.svg", bbox_inches="tight", metadata={"Date": None})
-    print(IMAGES / "sglang-steps.svg")
+    rows = [json.loads(line) for engine in ("sglang", "vllm") for line in (ENGINES / f"{engine}-steps.jsonl").read_text().splitlines()]
+    figure = engine_steps([row for row in rows if row["model"] == "llama8b"])
+    figure.savefig(IMAGES / "engine-steps.svg", bbox_inches="tight", metadata={"Date": None})
+    print(IMAGES / "engine-steps.svg")
     readme_table.main(OP)
 
 
 def engine_steps(rows: list[dict[str, Any]]) -> Figure:
-    """Milliseconds a verify step in a whole engine, with FlashMap and without, by context."""
-    figure, axes = pyplot.subplots(figsize=(7, 2.6))
-    bars = [(context, row) for context in rows[0]["ctx"] for row in rows]
-    for y, (context, row) in enumerate(reversed(bars)):
-        value = row["ctx"][context]["ms_per_step"]
-        off = row["flashmap"] == "off"
-        axes.barh(y, value, color=GREY if off else OURS)
-        axes.text(value + 0.6, y, f"{value:.1f} ms", va="center")
-    axes.set_yticks(
-        range(len(bars)), [f"{int(c) // 1024}k, {r['backend']}{'' if r['flashmap'] == 'off' else ' + FlashMap'}" for c, r in reversed(bars)]
-    )
-    axes.set_xlabel("milliseconds a verify step")
-    versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
-    axes.set_title(
-        f"Llama-3.1-8B's shape, EAGLE, a tree of {rows[0]['draft_tokens']} tokens, batch 1\n{rows[0]['machine']}, {versions}",
-        fontsize=9,
-        loc="left",
-    )
+    """Milliseconds a verify step in whole engines, with FlashMap and without, by context; of two runs of one name, the later one."""
+    engines = sorted({row["engine"] for row in rows})
+    figure, panels = pyplot.subplots(1, len(engines), figsize=(9, 2.8), squeeze=False)
+    for axes, engine in zip(panels[0], engines, strict=True):
+        one = list({row["name"]: row for row in rows if row["engine"] == engine}.values())
+        one.sort(key=lambda row: (row["backend"].lower().startswith("triton"), row["flashmap"] != "off"))
+        bars = [(context, row) for context in one[0]["ctx"] for row in one]
+        for y, (context, row) in enumerate(reversed(bars)):
+            value = row["ctx"][context]["ms_per_step"]
+            axes.barh(y, value, color=GREY if row["flashmap"] == "off" else OURS)
+            axes.text(value + 0.8, y, f"{value:.1f}", va="center")
+        axes.set_yticks(range(len(bars)), [f"{int(c) // 1024}k, {_name(row)}" for c, row in reversed(bars)])
+        axes.set_xlabel("milliseconds a verify step")
+        axes.set_xlim(right=1.2 * max(row["ctx"][c]["ms_per_step"] for c, row in bars))
+        versions, draft = one[0]["versions"], one[0]["draft_tokens"]
+        kind = f"a tree of {draft}" if one[0]["topk"] > 1 else f"a chain of {draft}"
+        axes.set_title(f"{LABELS[engine]} {versions[engine]}, EAGLE, {kind}", fontsize=9, loc="left")
+    figure.suptitle(f"Llama-3.1-8B's shape, batch 1, {rows[0]['machine']}", fontsize=9, x=0.01, ha="left")
+    figure.tight_layout()
     return figure
+
+
+def _name(row: dict[str, Any]) -> str:
+    return row["backend"] + ("" if row["flashmap"] == "off" else " + FlashMap")
 
 
 if __name__ == "__main__":
