@@ -67,6 +67,24 @@ def test_full_grid(case: Case) -> None:
     conforms(KERNEL, case)
 
 
+@pytest.fixture(params=["LAST_MERGES", "FP16"])
+def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What the configuration does not choose by itself yet."""
+    from flashmap.core.implementations.triton_splitkv import launch
+
+    monkeypatch.setenv(f"FLASHMAP_SPLITKV_{request.param}", "1")
+    launch._plan.cache_clear()
+    yield request.param
+    launch._plan.cache_clear()
+
+
+@pytest.mark.parametrize("case", [case for case in FULL if case.dtype == "bf16"], ids=str)
+def test_full_grid_forced(forced: str, case: Case) -> None:
+    if forced == "FP16" and case.kv_dtype is None:
+        pytest.skip("of fp8 caches alone")
+    conforms(KERNEL, case)
+
+
 @pytest.mark.parametrize("case", [case for case in SMALL if case.dtype == "bf16"], ids=str)
 def test_torch_dense_runs_on_a_gpu(case: Case) -> None:
     conforms("torch_dense", case)
@@ -107,6 +125,24 @@ def test_a_graph_replays_on_other_contents(shape: str, name: str) -> None:
     case = Case(f"{shape} {name}", **SHAPES[shape], **{**_BATCH, **REPLAYED[name]})
     result = check_replay(KERNEL, case)
     assert result.outcome == "ok", result
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["chain", "qlen", "fp8"])
+def test_a_graph_replays_on_other_contents_forced(forced: str, shape: str, name: str) -> None:
+    result = check_replay(KERNEL, Case(f"{shape} {name}", **SHAPES[shape], **{**_BATCH, **REPLAYED[name]}))
+    assert result.outcome == "ok", result
+
+
+def test_the_last_program_merges_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever arrives last: 300 launches on one stream, with one counter for each row block, give the same bits."""
+    from flashmap.core.implementations.triton_splitkv import launch
+
+    monkeypatch.setenv("FLASHMAP_SPLITKV_LAST_MERGES", "1")
+    monkeypatch.setattr(launch, "_plan", launch._plan.__wrapped__)
+    arguments = build(Case("one", **SHAPES["mqa"], dtype="bf16", query_lens=(8,), prefix_lens=(20000,)), "cuda")
+    outs = [verify_attention(**{**arguments, "out": torch.full_like(arguments["out"], float("nan"))}, impl=KERNEL)[:8] for _ in range(300)]
+    assert all(torch.equal(out, outs[0]) for out in outs) and not outs[0].isnan().any()
 
 
 def test_a_graph_captured_short_replays_long() -> None:
