@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flashmap.core.implementations.triton_shared import device
-from flashmap.core.implementations.triton_shared.device import LN2, LOG2E
+from flashmap.core.implementations.triton_shared.device import LOG2E
 
 # Arguments that vary from call to call without another compilation being better for it.
 VARYING = ["num_requests", "table_keys", "stride_table", "stride_plr", "stride_plt", "stride_plh", "stride_mask"]
@@ -184,16 +184,6 @@ def tail_kernel(
         l_i = l_i * alpha + weight
         acc = acc * alpha[:, None] + part * weight[:, None]
         m_i = m_new
-    if SINKS:
-        sink = tl.load(sinks + head, mask=row_ok, other=float("-inf")).to(tl.float32) * LOG2E
-        m_new = tl.maximum(m_i, sink)
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen, and no sink either
-        alpha = tl.exp2(m_i - base)
-        l_i = l_i * alpha + tl.exp2(sink - base)
-        acc = acc * alpha[:, None]
-        m_i = m_new
-    result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
-    o_rows = out + token[:, None] * stride_ot + head[:, None] * stride_oh
-    tl.store(o_rows + dv[None, :], result.to(out.dtype.element_ty), mask=column_ok)
-    if LSE:
-        tl.store(lse + token * (HKV * G) + head, (m_i + tl.log2(l_i)) * LN2, mask=row_ok)
+    device.finish(
+        m_i, l_i, acc, out, lse, sinks, q_first, t, head, dv, row_ok, stride_ot, stride_oh, HKV, G, DV, SINKS, LSE
+    )  # fmt: skip

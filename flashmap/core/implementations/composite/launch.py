@@ -25,6 +25,7 @@ from flashmap.core.implementations.triton_shared.arguments import (
     or_unused,
 )
 from flashmap.core.implementations.triton_shared.scratch import scratch_of
+from flashmap.core.implementations.triton_shared.shapes import head_split, power_of_two
 from flashmap.core.inputs import Call, PagedKV
 from flashmap.core.interface import Reason
 from flashmap.core.request import DeviceInfo, Limits, VerifyRequest
@@ -88,7 +89,7 @@ def prepare(request: VerifyRequest, limits: Limits, device: torch.device, name: 
 def _plan(request: VerifyRequest, device: DeviceInfo, name: str) -> Plan:
     length, heads = request.max_query_len, request.heads
     row_blocks = -(-request.group * length // _ROWS)
-    span, d1, d2 = _head_split(request)
+    span, d1, d2, dv = head_split(request)
     requests = -(-(request.num_requests + 1) // 4) * 4
     packed = request.num_requests * length * heads * request.head_dim if name == "flashmla_tail" else 0
     itemsize = 4 if request.dtype == "fp32" else 2
@@ -101,11 +102,11 @@ def _plan(request: VerifyRequest, device: DeviceInfo, name: str) -> Plan:
             DV=request.v_head_dim,
             ROW_BLOCKS=row_blocks,
             M=_ROWS,
-            BLOCK_L=min(64, max(16, _power_of_two(length))),
+            BLOCK_L=min(64, max(16, power_of_two(length))),
             SPAN=span,
             D1=d1,
             D2=d2,
-            BLOCK_DV=max(16, _power_of_two(request.v_head_dim)),
+            BLOCK_DV=dv,
             PAGE_SIZE=request.page_size,
             LATENT=request.latent,
             DRAFT=request.draft,
@@ -270,15 +271,3 @@ def _aligned(tensor: torch.Tensor) -> bool:
     """Whether every row begins at a multiple of 16 bytes, which is what the libraries move at once."""
     size = tensor.element_size()
     return tensor.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in tensor.stride()[:-1])
-
-
-def _head_split(request: VerifyRequest) -> tuple[int, int, int]:
-    """(columns of the first product, padded; of the second, padded): 576 is 512 + 64 and 192 is 128 + 64, never 1024 and 256."""
-    dk = request.head_dim
-    span = request.v_head_dim if request.latent else min(dk, max(16, 1 << (dk.bit_length() - 1)))
-    rest = dk - span
-    return span, max(16, _power_of_two(span)), max(16, _power_of_two(rest)) if rest else 0
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

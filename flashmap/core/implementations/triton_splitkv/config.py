@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flashmap import env
+from flashmap.core.implementations.triton_shared.shapes import head_split, power_of_two
 from flashmap.core.request import DeviceInfo, VerifyRequest
 
 _ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -118,7 +119,7 @@ def config_for(request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, 
     """The configuration for ``request`` on ``device``, or None when no tile fits its shared memory. ``forced``: see ``overrides``."""
     forced = forced or {}
     rows = request.group * max(request.max_query_len, 1)
-    span, d1, rest, dv = _head_split(request)
+    span, d1, rest, dv = head_split(request)
     if _has_latent_sm90(request, device) and not forced.keys() & {"block_n", "warps", "stages"}:
         kind = "latent_sm90"
     else:
@@ -131,7 +132,7 @@ def config_for(request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, 
         m=m,
         row_blocks=-(-rows // m),
         block_n=block_n,
-        block_l=min(64, max(16, _power_of_two(request.max_query_len))),
+        block_l=min(64, max(16, power_of_two(request.max_query_len))),
         warps=forced.get("warps", tuned.warps),
         stages=forced.get("stages", tuned.stages),
         waves=forced.get("waves", tuned.waves),
@@ -155,7 +156,7 @@ def request_block(num_requests: int) -> int:
     for block in _REQUEST_BLOCKS:
         if num_requests <= block:
             return block
-    return _power_of_two(num_requests)
+    return power_of_two(num_requests)
 
 
 def _pick(table: tuple[_Tuned, ...], rows: int, requests: int) -> _Tuned:
@@ -164,18 +165,6 @@ def _pick(table: tuple[_Tuned, ...], rows: int, requests: int) -> _Tuned:
         if rows <= tuned.rows and requests <= tuned.requests:
             return tuned
     return table[-1]
-
-
-def _head_split(request: VerifyRequest) -> tuple[int, int, int, int]:
-    """(span, d1, rest, dv). A head dimension is never padded to the next power of two: 576 is 512 + 64, 80 is 64 + 16."""
-    dk, dv = request.head_dim, request.v_head_dim
-    if request.latent:  # the first dot takes the columns that are V too, so that one tile serves both
-        span, d1 = dv, max(16, _power_of_two(dv))
-    else:
-        d1 = max(16, 1 << (dk.bit_length() - 1))
-        span = min(dk, d1)
-    rest = dk - span
-    return span, d1, max(16, _power_of_two(rest)) if rest else 0, max(16, _power_of_two(dv))
 
 
 def _has_latent_sm90(request: VerifyRequest, device: DeviceInfo) -> bool:
@@ -237,7 +226,3 @@ def overrides() -> dict[str, int]:
     names = ("waves", "max_splits", "min_chunk", "block_n", "warps", "stages", "fp16", "last_merges")
     found = {name: env.get(f"FLASHMAP_SPLITKV_{name.upper()}") for name in names}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

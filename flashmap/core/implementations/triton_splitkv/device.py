@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashmap.core.implementations.triton_shared import scratch
-from flashmap.core.implementations.triton_shared.device import LN2, LOG2E, allowed, columns, draft_rows, lengths, scaled, softmax
+from flashmap.core.implementations.triton_shared.device import LN2, LOG2E, allowed, columns, draft_rows, finish, lengths, scaled, softmax
 
 try:
     from triton.experimental.gluon.language import convert_layout
@@ -104,24 +104,3 @@ def power_of_two(x):
     """The largest power of two up to each x >= 0 (fp32); 1 where there is none. Dividing by it changes no mantissa."""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(power > 0, power, 1.0)
-
-
-@triton.jit
-def finish(
-    m_i, l_i, acc, out, lse, sinks, q_first, t, head, dv, row_ok, stride_ot, stride_oh,
-    HKV: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    """Write the result of rows [M] with all their keys seen: the sink joins, and a row that has seen nothing gives 0 and -inf."""
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        m_new = tl.maximum(m_i, sink)
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen, and no sink either
-        alpha = tl.exp2(m_i - base)
-        l_i = l_i * alpha + tl.exp2(sink - base)
-        acc = acc * alpha[:, None]
-        m_i = m_new
-    result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
-    o_rows = out + (q_first + t).to(tl.int64)[:, None] * stride_ot + head[:, None] * stride_oh
-    tl.store(o_rows + dv[None, :], result.to(out.dtype.element_ty), mask=row_ok[:, None] & (dv < DV)[None, :])
-    if LSE:
-        tl.store(lse + (q_first + t).to(tl.int64) * (HKV * G) + head, (m_i + tl.log2(l_i)) * LN2, mask=row_ok)
