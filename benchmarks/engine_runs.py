@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,17 +152,19 @@ def _wave(args: argparse.Namespace, wave: list[Run]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         turn = Path(folder) / "turn"
         processes = {run.name: _start(args, run, Path(folder), turn) for run in wave}
-        end = time.monotonic() + args.load_seconds
-        while _loaded(turn) + _ended(processes) < len(wave) and time.monotonic() < end:
-            time.sleep(0.5)
-        print(f"{_loaded(turn)} of {len(wave)} engines are loaded", flush=True)
-        turn.touch()
-        end = time.monotonic() + args.measure_seconds
-        while _ended(processes) < len(wave) and time.monotonic() < end:
-            time.sleep(0.5)
-        for process in processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # an engine's own processes too
+        try:
+            end = time.monotonic() + args.load_seconds
+            while len(_ready(turn)) + _ended(processes) < len(wave) and time.monotonic() < end:
+                time.sleep(0.5)
+            print(f"{len(_ready(turn))} of {len(wave)} engines are loaded", flush=True)
+            ready = _ready(turn)
+            _kill(process for process in processes.values() if process.pid not in ready)
+            turn.touch()
+            end = time.monotonic() + args.measure_seconds
+            while _ended(processes) < len(wave) and time.monotonic() < end:
+                time.sleep(0.5)
+        finally:
+            _kill(processes.values())
     failed = [name for name, process in processes.items() if process.wait() != 0]
     for name in processes:
         print(f"{name:32} {'failed' if name in failed else 'ok'}", flush=True)
@@ -189,9 +191,16 @@ def _model(name: str, folder: Path) -> str:
     return str(folder / name)
 
 
-def _loaded(turn: Path) -> int:
+def _ready(turn: Path) -> set[int]:
+    """Processes whose engine is loaded."""
     ready = Path(f"{turn}.ready")
-    return len(ready.read_text().splitlines()) if ready.exists() else 0
+    return set(map(int, ready.read_text().split())) if ready.exists() else set()
+
+
+def _kill(processes: Iterable[subprocess.Popen[Any]]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # an engine's own processes too
 
 
 def _ended(processes: dict[str, subprocess.Popen[Any]]) -> int:

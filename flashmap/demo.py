@@ -262,7 +262,7 @@ def op_table() -> list[OpRow]:
             "max_query_len": shape.tokens,
             "mask": mask,
         }
-        chosen = dispatch.choose(VerifyRequest.of(q, kv, **call), DeviceInfo.of(device), dispatch.Policy()).winner
+        chosen = dispatch.decide(VerifyRequest.of(q, kv, **call), DeviceInfo.of(device), dispatch.Policy()).winner
         want = verify_attention(q.float(), _in_fp32(kv), **call, impl="reference")
         assert not isinstance(want, tuple)
         out = q.new_empty(q.shape[0], shape.heads, shape.v_dim)

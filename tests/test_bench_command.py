@@ -191,6 +191,7 @@ def test_without_a_gpu_it_says_what_goes(options: list[str], named: list[str]) -
         (["--features", "speed"], ["speed", "imbalance"]),
         (["--draft", "nowhere"], ["--draft", "separate"]),
         (["--mask-layout", "csr"], ["--mask-layout", "packed"]),
+        (["--tune", "--json-out", "x.json", "--table", "x.json"], ["--table x.json", "another"]),
     ],
 )
 def test_a_bad_value_is_one_line_that_names_what_is_accepted(on_a_gpu: None, options: list[str], named: list[str]) -> None:
@@ -269,3 +270,10 @@ def test_conditions_name_the_machine_and_the_variables(monkeypatch: pytest.Monke
     found = report._conditions()
     assert (found["gpu"], found["capability"], found["sm_count"]) == ("NVIDIA H200", [9, 0], 132)
     assert found["variables"] == {"FLASHMAP_SPLITKV_WAVES": "2"} and set(CONDITIONS) < set(found)
+
+
+def test_half_a_tune_replaces_no_table(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run.Bench, "point", lambda self, point: self.not_run.append(point.label))
+    result = CliRunner().invoke(app, ["bench", "--tune", "--table", str(tmp_path / "mine.json"), "--peers", "none"])
+    assert "no table is written" in result.stderr and "--tune --results" in result.stderr
+    assert not (tmp_path / "mine.json").exists()

@@ -52,7 +52,7 @@ def test_a_record_gives_its_point_back() -> None:
 def test_without_matplotlib_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = runner.invoke(app, ["bench", "--plot", str(OP)])
-    assert result.exit_code == 2 and "flashmap-verify[bench]" in result.stderr
+    assert result.exit_code == 2 and "pip install matplotlib" in result.stderr
 
 
 def test_a_file_without_times_is_refused(tmp_path: Path) -> None:
@@ -104,3 +104,11 @@ def test_readmes_table_and_the_charts_are_what_the_committed_results_give(tmp_pa
         if f"v{matplotlib.__version__}," not in committed:
             pytest.skip("drawn with another matplotlib")
         assert path.read_text() == committed, f"{path.name}: run python -m benchmarks.plot"
+
+
+def test_two_gpus_are_not_one_chart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "both.jsonl"
+    file.write_text("".join(json.dumps(record(gpu=gpu)) + "\n" for gpu in ("NVIDIA H200", "NVIDIA B200")))
+    result = runner.invoke(app, ["bench", "--plot", str(file), "--out", str(tmp_path)])
+    assert result.exit_code == 2 and "NVIDIA B200 and NVIDIA H200" in result.stderr

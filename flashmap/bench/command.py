@@ -67,6 +67,8 @@ def bench(
 
     if results and not tune:
         raise ValueError("--results goes with --tune: add it, or draw the files with --plot")
+    if table is not None and table in (*(results or ()), json_out):
+        raise ValueError(f"--table {table} is the file of the results: write the table to another one")
     if tune and results:
         _write_table(tuning.derive(tuning.read(results)), table, json)
         return
@@ -93,8 +95,9 @@ def bench(
 
     if tune:
         table = table or tables.user_file(torch.cuda.get_device_name())
-        if json_out is None:
-            json_out = table.with_suffix(".jsonl")
+        kept = json_out or table.with_suffix(".jsonl")
+        if json_out is None:  # what the table in force follows from stays until there is a new one
+            json_out = table.with_suffix(".new.jsonl")
             json_out.unlink(missing_ok=True)
     log = report.Log(json_out)
     seconds = max_seconds or float("inf")
@@ -115,9 +118,13 @@ def bench(
     if measured.not_run:
         more = " ..." if len(measured.not_run) > 12 else ""
         typer.echo(f"not run ({len(measured.not_run)}): {'; '.join(measured.not_run[:12])}{more}", err=True)
-    if tune:
+    if tune and (measured.not_run or measured.broken):
+        typer.echo(f"no table is written, as not all was measured; with what was: flashmap bench --tune --results {json_out}", err=True)
+    elif tune:
         assert json_out is not None
-        _write_table(tuning.derive({json_out.name: log.records}), table, json)
+        found = tuning.derive({kept.name: log.records})
+        json_out.replace(kept)
+        _write_table(found, table, json)
     bad = any("wrong" in record or "failed" in record for record in log.records if record["who"].startswith(tables.OURS))
     raise typer.Exit(int(bad or bool(measured.broken)))
 

@@ -33,14 +33,17 @@ Times = dict[Point, dict[str, float]]
 
 
 def draw(files: Sequence[Path], out: Path) -> list[Path]:
-    """Draw what the files have points for into the folder ``out``, as SVG. Raises ValueError without matplotlib, or without a time."""
+    """Draw what the files have points for into the folder ``out``, as SVG. Raises ValueError without matplotlib, without a time, or for two GPUs."""
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("charts need matplotlib: pip install 'flashmap-verify[bench]'") from None
+        raise ValueError("charts need matplotlib: pip install matplotlib") from None
     records = [record for run in read(files).values() for record in run if "us" in record]
     if not records:
         raise ValueError(f"no time stands in {', '.join(map(str, files))}: write them with flashmap bench --json-out FILE")
+    gpus = sorted({record["gpu"] for record in records})
+    if len(gpus) > 1:
+        raise ValueError(f"the files are of {' and '.join(gpus)}: draw those of one GPU at a time")
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "flashmap", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     times, facts = by_point(records), records[0]

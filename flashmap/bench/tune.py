@@ -32,6 +32,8 @@ LEFT = (
 # Results of before 2026-12-01 leave these facts out: one H200, and one kernel that the automatic choice could take.
 _UNSAID: dict[str, Any] = {"impl": "triton_splitkv", "capability": (9, 0), "sm_count": 132}
 
+_FORCING = ("FLASHMAP_SPLITKV_", "FLASHMAP_FA3_")  # variables that change what an implementation does
+
 # {(shape, cache, mask, requests, tokens): {cached tokens: {candidate: µs}}}
 _Times: TypeAlias = dict[tuple[str, str, str, int, int], dict[int, dict[str, float]]]
 
@@ -49,13 +51,15 @@ def read(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
             runs[file.name] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
             raise ValueError(f"{file} cannot be read as JSON Lines: {error}") from None
+        if not all(isinstance(record, dict) and "who" in record for record in runs[file.name]):
+            raise ValueError(f"{file} has lines that are no measurement of flashmap bench")
     return runs
 
 
 def derive(runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Table:
     """The table that follows from runs on one GPU, {results file: its records}; where two have the same point, the later one counts.
 
-    Raises ValueError for runs on different GPUs, and for those without a time.
+    Raises ValueError for runs on different GPUs, for those with kernels' variables set, and for those without a time.
     """
     times: _Times = {}
     facts: dict[str, Any] = {}
@@ -68,6 +72,9 @@ def derive(runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Table:
                 continue
             if facts and record["gpu"] != facts["gpu"]:
                 raise ValueError(f"{file} is of {record['gpu']!r}, not of {facts['gpu']!r}: a table is of one GPU")
+            forced = [variable for variable in record.get("variables", ()) if variable.startswith(_FORCING)]
+            if forced:
+                raise ValueError(f"{file} was measured with {', '.join(forced)}: a table is of what a process does where they are not set")
             facts = record
             versions |= {name: record["version"]} | {part: record[part] for part in ("torch", "triton", "driver", "commit")}
             key = (record["shape"], record["kv"], record["mask"], record["bs"], record["L"])

@@ -120,7 +120,7 @@ def select(call: Call, impl: str | None = None) -> VerifyAttention:
     """The implementation that runs ``call``. Raises Declined before anything is launched."""
     device = DeviceInfo.of(call.q.device)
     policy = Policy.from_env(impl)
-    decision = _decide(call.request, device, policy, registry.changes())
+    decision = decide(call.request, device, policy)
     for loser, reasons in decision.declined:  # also where the next one serves the call
         for reason in reasons:
             stats.count(loser, "declined", reason.code)
@@ -145,10 +145,19 @@ def route(request: VerifyRequest, device: DeviceInfo, engine_kernel: str | None)
     implementation that FLASHMAP_IMPL names cannot serve the call.
     """
     policy = Policy.from_env(engine_kernel=engine_kernel)
-    decision = _decide(request, device, policy, registry.changes())
+    decision = decide(request, device, policy)
     if decision.winner is None and policy.strict and policy.impl is not None:
         raise Declined(policy.impl, decision.reasons)
     return decision
+
+
+def decide(request: VerifyRequest, device: DeviceInfo, policy: Policy) -> Decision:
+    """``choose`` by the table in force for ``device``, logged once for each kind of request, and cached.
+
+    Not under capture: a library is not tried then, and may be found later.
+    """
+    cached = _decide.__wrapped__ if device.capturing else _decide
+    return cached(request, device, policy, registry.changes())
 
 
 @functools.lru_cache(maxsize=4096)

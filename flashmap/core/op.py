@@ -96,7 +96,7 @@ def prepare(request: VerifyRequest, limits: Limits, *, device: torch.device | st
     where = torch.device(device)
     with on_device(where):
         policy = dispatch.Policy.from_env(impl)
-        decision = dispatch.choose(request, DeviceInfo.of(where), policy)
+        decision = dispatch.decide(request, DeviceInfo.of(where), policy)
         if decision.winner is None:
             raise Declined(policy.impl or "prepare", decision.reasons)
         registry.get(decision.winner).prepare(request, limits, where)

@@ -32,6 +32,7 @@ REQUESTS = {
     "gqa 68 rows tree": replace(GQA, max_query_len=17, mask="qlen"),
     "gqa d256": replace(GQA, head_dim=256, v_head_dim=256, max_query_len=9, **EVERYTHING),
     "gqa fp8": replace(GQA, kv_dtype="fp8_e4m3", draft="dense", scales="device"),
+    "gqa of any alignment": replace(GQA, head_dim=72, v_head_dim=72, kv_dtype="fp8_e4m3", scales="device", aligned=False),
     "mla": MLA,
     "mla tree": replace(MLA, max_query_len=17, mask="full", draft="dense"),
     "mla fp8": replace(MLA, kv_dtype="fp8_e5m2", scales="host"),
@@ -63,9 +64,9 @@ def compile_request(request: VerifyRequest) -> dict:
     cpu = torch.device("cpu")
     call = launch.empty_call(request, cpu)
     plan = launch._plan(replace(call.request, max_kv_len=None), H200)
-    split, merge = _Compiled(launch._split_kernel(plan.config.kernel)), _Compiled(kernels.merge_kernel)
+    split, merge = _Compiled(launch._split_kernel(plan.config.kernel, request.aligned)), _Compiled(kernels.merge_kernel)
     originals = launch._split_kernel, kernels.merge_kernel
-    launch._split_kernel, kernels.merge_kernel = (lambda name: split), merge
+    launch._split_kernel, kernels.merge_kernel = (lambda name, aligned: split), merge
     try:
         launch._launch(call, plan, torch.empty(16))
     finally:

@@ -11,7 +11,7 @@ import pytest
 from flashmap.core import DeviceInfo
 
 HERE = Path(__file__).parent
-NAMES = ("gqa", "gqa 68 rows tree", "gqa d256", "gqa fp8", "mla", "mla tree", "mla fp8")
+NAMES = ("gqa", "gqa 68 rows tree", "gqa d256", "gqa fp8", "gqa of any alignment", "mla", "mla tree", "mla fp8")
 TAILS = {
     "tail gqa tree": ["lengths_kernel", "tail_kernel"],
     "tail gqa everything": ["lengths_kernel", "tail_kernel"],
@@ -39,7 +39,8 @@ def test_shared_memory_is_what_the_configuration_counted(compiled: dict[str, dic
     assert row["shared"] <= limit
     if row["config"]["kernel"] == "split":
         assert row["shared"] <= row["estimate"] <= limit
-        assert row["estimate"] <= row["shared"] * 1.25 + 2048
+        if "any alignment" not in name:  # nothing is copied ahead there
+            assert row["estimate"] <= row["shared"] * 1.25 + 2048
 
 
 @pytest.mark.parametrize("name", ["gqa", "gqa 68 rows tree"])

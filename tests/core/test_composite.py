@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashmap.core import DeviceInfo, Limits, PagedKV, VerifyRequest, registry
+from flashmap.core import DeviceInfo, Limits, PagedKV, VerifyRequest, dispatch, registry
 from flashmap.core.implementations.composite import Composite, launch, libraries
 from flashmap.core.implementations.composite.libraries import Found, check_fa3, check_flashmla, search
 from flashmap.core.implementations.triton_shared.scratch import Scratch
@@ -305,12 +305,19 @@ def test_a_capture_needs_scratch_which_prepare_reserves(name: str, fresh: Scratc
     assert fresh.bytes() == allocated
 
 
-def test_a_capture_before_the_library_was_tried_is_not_ready() -> None:
-    """why_not() has no reason then: its answer is kept, and would stand after the library was found."""
-    implementation = replace(doubled("fa3_tail"), find=lambda device: Found(None))
-    call = resolve(**build(Case("cold")))
-    assert implementation.why_not(call.request, DeviceInfo.of(torch.device("cpu"))) == ()
-    assert [reason.code for reason in implementation.not_ready(call)] == ["not_probed"]
+def test_a_capture_before_the_library_was_tried_takes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was decided then does not stand once the library is found."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: libraries.HOPPER)
+    monkeypatch.setattr(libraries, "_found", {})
+    device = DeviceInfo.known("sm90", capturing=True)
+    (reason,) = libraries.fa3(device).reasons
+    assert reason.code == "not_probed"
+    request, policy = resolve(**build(Case("cold", dtype="bf16"))).request, dispatch.Policy()
+    monkeypatch.setattr(dispatch, "preference", lambda *_: ("fa3_tail", "triton_splitkv"))
+    assert dispatch.decide(request, device, policy).winner == "triton_splitkv"
+    libraries._found["FlashAttention 3"] = Found(fa3_double)
+    assert dispatch.decide(request, device, policy).winner == "fa3_tail"
 
 
 def test_the_library_is_called_in_prepare_as_it_will_be(fresh: Scratch) -> None:
@@ -470,7 +477,7 @@ def test_looked_for_once_and_never_under_capture(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(libraries, "_found", {})
     monkeypatch.setattr(libraries, "search", lambda *arguments: looked.append(arguments) or Found(fa3_double))
-    assert libraries.fa3(replace(H200, capturing=True)) == Found(None) and not looked
+    assert [reason.code for reason in libraries.fa3(replace(H200, capturing=True)).reasons] == ["not_probed"] and not looked
     assert libraries.fa3(H200).attend is fa3_double
     assert libraries.fa3(replace(H200, capturing=True)).attend is fa3_double and len(looked) == 1
     monkeypatch.setattr(libraries, "_found", {})

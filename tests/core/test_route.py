@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from flashmap.core import Declined, DeviceInfo, VerifyRequest, dispatch
+from flashmap.core import Declined, DeviceInfo, Limits, VerifyRequest, dispatch, prepare, registry, tables
+from flashmap.core.testing import Case, build
 
 CPU = DeviceInfo("cpu", "cpu")
 KERNEL = "vllm.CPU_ATTN"
@@ -46,3 +47,13 @@ def test_and_raises_under_strict(monkeypatch):
     monkeypatch.setenv("FLASHMAP_STRICT", "1")
     with pytest.raises(Declined, match="triton_splitkv"):
         dispatch.route(request(), CPU, KERNEL)
+
+
+def test_prepare_prepares_what_a_call_will_choose(monkeypatch):
+    """The table in force has its say in both."""
+    prepared = []
+    monkeypatch.setattr(dispatch, "preference", lambda request, device, table: ("reference",) if table == "the table" else ("torch_dense",))
+    monkeypatch.setattr(tables, "in_force", lambda device: "the table")
+    monkeypatch.setattr(type(registry.get("reference")), "prepare", lambda self, *_: prepared.append(self.name))
+    request = VerifyRequest.of(**build(Case("any")))
+    assert prepare(request, Limits(1, 4, 64), device="cpu") == "reference" and prepared == ["reference"]

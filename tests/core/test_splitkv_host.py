@@ -40,7 +40,7 @@ class Recorder:
 def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Recorder, Recorder]]:
     """(split, merge), on CPU tensors that are planned for as if they were on an H200."""
     split, merge = Recorder("split"), Recorder("merge")
-    monkeypatch.setattr(launch, "_split_kernel", lambda name: split)
+    monkeypatch.setattr(launch, "_split_kernel", lambda name, aligned: split)
     monkeypatch.setattr(launch.kernels, "merge_kernel", merge)
     monkeypatch.setattr(DeviceInfo, "of", lambda device: H200)
     launch._plan.cache_clear()

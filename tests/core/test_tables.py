@@ -281,3 +281,37 @@ def test_what_changed_is_said_class_by_class() -> None:
     assert "1 x 20 tokens" in change.calls and "a > b" in change.before and "fa3: a" in change.before
     assert "b > a" in change.after and "fa3: the engine" in change.after
     assert [c.before for c in changes(None, after)] == ["no table"] * 2
+
+
+def test_kernels_that_variables_changed_are_in_no_table(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text(record(variables={"FLASHMAP_SPLITKV_WAVES": "1", "FLASHMAP_IMPL": "mine"}))
+    with pytest.raises(ValueError, match="FLASHMAP_SPLITKV_WAVES: a table"):
+        derive(read([file]))
+    file.write_text(json.dumps({"engine": "vllm"}))
+    with pytest.raises(ValueError, match="no measurement"):
+        read([file])
+
+
+def test_a_length_that_ours_was_not_measured_at_is_not_won() -> None:
+    found = table(of(1, 4, {1024: {"ours:mine": 5.0, "fa3_cascade": 9.0}, 32768: {"fa3_cascade": 50.0}}))
+    why = found.against("fa3", "mine", tree(4))
+    assert why is not None and "32768 cached was not measured with mine" in why
+
+
+@pytest.mark.parametrize("error", [PermissionError("no"), RuntimeError("Could not determine home directory.")])
+def test_a_home_that_cannot_be_read_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """A container that runs as another user, say: an engine must start all the same."""
+
+    def refused(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(*((tables, "user_file") if isinstance(error, RuntimeError) else (Path, "read_text")), refused)
+    packaged = table()
+    monkeypatch.setattr(tables, "checked_in", lambda gpu: packaged)
+    with caplog.at_level(logging.WARNING, "flashmap"):
+        assert tables.in_force(H200) is packaged
+    assert len(caplog.records) == 1 and str(error) in caplog.text

@@ -390,3 +390,29 @@ def test_the_bound_is_that_of_the_configuration_so_that_nothing_compiles_while_s
     rig.forward(rig.query(), rig.build())
     assert [request.max_query_len for request in serve.SERVING._accepted] == [4]
     assert translate.bound(2, (4,)) == 4
+
+
+@pytest.mark.parametrize("dim", [36, 40, 72, 80, 104])
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("name", DENSE)
+def test_heads_whose_values_begin_anywhere(monkeypatch, name, fp8, dim):
+    """K and V of a row lie side by side: V begins at a multiple of 16 bytes for some head dimensions alone."""
+    made = []
+    monkeypatch.setattr(serving, "prepare", lambda request, limits, **more: made.append(request))
+    monkeypatch.setenv("FLASHMAP_IMPL", "torch_dense")
+    rig = Rig(name, UNIFORM, dim=dim, fp8=fp8)
+    check(rig, "torch_dense", rtol=0, atol=1e-4)
+    assert made and {request.aligned for request in made} == {rig.impl.flashmap_aligned(rig.layer, rig.cache)}
+
+
+def test_each_implementation_that_serves_some_batches_is_prepared(monkeypatch):
+    """A table may prefer one for few requests and another for many."""
+    made = []
+    monkeypatch.setattr(serving, "prepare", lambda request, limits, impl, **more: made.append((impl, limits.max_requests)))
+    winner = serve._winner
+    monkeypatch.setattr(
+        serve, "_winner", lambda impl, request, device: "reference" if request.num_requests <= 3 else winner(impl, request, device)
+    )
+    monkeypatch.setenv("FLASHMAP_IMPL", "torch_dense")
+    Rig("TRITON_ATTN", UNIFORM, seqs=8)
+    assert made == [("reference", 3), ("torch_dense", 8)]

@@ -182,3 +182,27 @@ def test_another_plugins_override_stays():
     assert [r.code for r in installation.declined] == ["overridden"] and len(installation.hooked) == len(NAMES) - 1 + len(NEW)
     installation.remove()
     assert AttentionBackendEnum.FLASH_ATTN.get_path() == "somebody.elses.Backend"
+
+
+def test_a_name_of_our_own_reaches_a_spawned_process():
+    """vLLM's engine processes unpickle their configuration before they load a plugin."""
+    install("vllm", backends=["FLASHMAP"])
+    child = (
+        "import pickle, sys\n"
+        "chosen = pickle.load(sys.stdin.buffer).backend\n"
+        "assert chosen.name == 'FLASHMAP' and chosen.get_path() == 'flashmap.adapters.vllm.gate.FLASHMAP'\n"
+    )
+    given = pickle.dumps(AttentionConfig(backend="FLASHMAP"))
+    done = subprocess.run([sys.executable, "-c", child], input=given, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
+def test_somebody_elses_flashmap_stays():
+    register_backend("FLASHMAP", "another.flashmap.Backend")
+    try:
+        installation = install("vllm", backends=["FLASHMAP"])
+        assert [r.code for r in installation.declined] == ["overridden"] and "another.flashmap" in installation.declined[0].text
+        installation.remove()
+        assert AttentionBackendEnum["FLASHMAP"].get_path() == "another.flashmap.Backend"
+    finally:
+        adapter._forget_member("FLASHMAP")

@@ -97,17 +97,15 @@ def _hook(name: str) -> Hook | Reason:
 
     path = BACKENDS[name]
     if name in gate.NAMED:
-        if name not in AttentionBackendEnum.__members__:
-            register_backend(name, path)
+        if gate.named(name).get_path() != path:
+            return _overridden(name, gate.named(name).get_path())
         return Hook(
             _target(name), path, OWNER, f"{gate.NAMED[name]} with FlashMap's op, by a name of its own", functools.partial(_unname, name)
         )
     member = AttentionBackendEnum[name]
     before = member.get_path() if member.is_overridden() else None
     if before is not None and before != path:
-        return Reason(
-            "overridden", f"{name} is overridden by {before}, which stays", "remove the other plugin, or choose with VLLM_PLUGINS"
-        )
+        return _overridden(name, before)
     register_backend(member, path)
     _forget_selection()
     return Hook(
@@ -117,6 +115,10 @@ def _hook(name: str) -> Hook | Reason:
         "verify batches of speculative decoding go to FlashMap's op",
         functools.partial(_restore, member, before),
     )
+
+
+def _overridden(name: str, by: str) -> Reason:
+    return Reason("overridden", f"{name} is overridden by {by}, which stays", "remove the other plugin, or choose with VLLM_PLUGINS")
 
 
 def _platform() -> str:
@@ -173,8 +175,14 @@ def _unname(name: str) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     member = AttentionBackendEnum.__members__.get(name)
-    if member is None:
-        return
+    if member is not None and member.get_path() == BACKENDS[name]:
+        _forget_member(name)
+
+
+def _forget_member(name: str) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    member = AttentionBackendEnum[name]
     member.clear_override()
     del AttentionBackendEnum._member_map_[name], AttentionBackendEnum._value2member_map_[member.value]
     AttentionBackendEnum._member_names_.remove(name)

@@ -29,6 +29,10 @@ class FlashMapCPUAttentionImpl(DenseImpl, CPUAttentionBackendImpl):
             return "kv_layout"
         return translate.gathered_kv(kv_cache, layout, metadata.block_table[:requests], metadata.seq_lens[:requests], metadata.max_seq_len)
 
+    def flashmap_aligned(self, layer: Any, kv_cache: torch.Tensor) -> bool:
+        layout = self._layout(layer, kv_cache)
+        return layout is None or layout.aligned
+
     def _layout(self, layer: Any, kv_cache: torch.Tensor) -> translate.PageLayout | None:
         """Where this layer's pages keep K and V, measured once for all layers that are alike."""
         key = (getattr(layer, "isa", None), kv_cache.dtype, tuple(kv_cache.shape[1:]))

@@ -16,7 +16,7 @@ from flashmap.adapters import observe
 from flashmap.adapters.serving import Batch, checking
 from flashmap.adapters.vllm import translate
 from flashmap.adapters.vllm.serve import ROLE, SERVING, Builder, Parent, layer_name, left, missing_attributes
-from flashmap.core.inputs import PagedKV
+from flashmap.core.inputs import PagedKV, aligned
 from flashmap.core.request import DeviceInfo, VerifyRequest
 
 _PART = "flashmap_part"  # on vLLM's metadata of a mixed batch, so that it lives and dies with it
@@ -41,12 +41,25 @@ class DenseImpl(Parent):
         self.flashmap_invariant = bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
     def flashmap_request(
-        self, dtype: torch.dtype, requests: int, max_query_len: int, page_size: int, max_kv_len: int, metadata: Any = None
+        self,
+        dtype: torch.dtype,
+        requests: int,
+        max_query_len: int,
+        page_size: int,
+        max_kv_len: int,
+        metadata: Any = None,
+        aligned: bool | None = None,
     ) -> VerifyRequest:
+        """``aligned`` None: as it will be for a cache that is not there yet."""
+        aligned = translate.side_by_side_aligned(self, dtype) if aligned is None else aligned
         return translate.dense_request(
             self, dtype, num_requests=requests, max_query_len=max_query_len, page_size=page_size, max_kv_len=max_kv_len,
-            window=translate.window(self, metadata),
+            window=translate.window(self, metadata), aligned=aligned,
         )  # fmt: skip
+
+    def flashmap_aligned(self, layer: Any, kv_cache: torch.Tensor) -> bool:
+        """Of what ``flashmap_kv`` will give."""
+        return all(map(aligned, translate.side_by_side(self, kv_cache)))
 
     def flashmap_kv(self, layer: Any, kv_cache: torch.Tensor, metadata: Any, requests: int) -> PagedKV | str:
         """The cache as the op takes it, or a code."""
@@ -79,8 +92,9 @@ class DenseImpl(Parent):
         assert longest is not None
         page_size = kv_cache.shape[2]
         request = self.flashmap_request(
-            output.dtype, part.requests, longest, page_size, attn_metadata.block_table.shape[1] * page_size, attn_metadata
-        )
+            output.dtype, part.requests, longest, page_size, attn_metadata.block_table.shape[1] * page_size, attn_metadata,
+            self.flashmap_aligned(layer, kv_cache),
+        )  # fmt: skip
         winner = SERVING.choose(request, DeviceInfo.of(query.device), self.flashmap_kernel, ROLE)
         if winner is None:
             return engine(output)  # type: ignore[no-any-return]

@@ -58,6 +58,19 @@ def _resolve(name: str) -> Any:
     return theirs
 
 
+def named(name: str) -> Any:
+    """The member of vLLM's enumeration of that name of ours, added where it is missing.
+
+    A spawned engine process unpickles its configuration before it loads plugins, so a pickled member calls this.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if name not in AttentionBackendEnum.__members__:
+        register_backend(name, f"{__name__}.{name}")
+        AttentionBackendEnum[name].__reduce_ex__ = lambda protocol: (named, (name,))
+    return AttentionBackendEnum[name]
+
+
 def forget() -> None:
     """Probe anew: for an installation that is removed."""
     _resolve.cache_clear()

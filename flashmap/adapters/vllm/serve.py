@@ -108,16 +108,14 @@ class Builder(Parent):
 
     @classmethod
     def _flashmap_prepare(cls, vllm_config: Any, spec: Any, device: torch.device, impls: list[Any], lengths: tuple[int, ...]) -> None:
-        """Compile and take scratch, for the most requests that are ours: the engine's maximum, or one."""
+        """Compile and take scratch: each implementation that serves some size of batch, for the largest that it does."""
         most, keys = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
         for impl, request in _requests(impls, vllm_config, spec, lengths, most):
-            limits = Limits(most, request.max_query_len, keys)
-            winner = _winner(impl, request, device)
-            if winner is None:
-                request, limits = replace(request, num_requests=1), replace(limits, max_requests=1)
-                winner = _winner(impl, request, device)
-            if winner is not None:
-                SERVING.prepare(request, limits, device, winner)
+            sizes = {_winner(impl, replace(request, num_requests=n), device): n for n in range(1, most + 1)}
+            for winner, requests in sizes.items():
+                if winner is not None:
+                    limits = Limits(requests, request.max_query_len, keys)
+                    SERVING.prepare(replace(request, num_requests=requests), limits, device, winner)
 
 
 def _requests(impls: list[Any], vllm_config: Any, spec: Any, lengths: tuple[int, ...], requests: int) -> list[tuple[Any, VerifyRequest]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from flashmap.core.inputs import DTYPE_NAMES, PagedKV
+from flashmap.core.inputs import DTYPE_NAMES, PagedKV, aligned
 from flashmap.core.request import VerifyRequest
 
 MAX_QUERY_LEN = 64  # the op's chains and trees end there; longer queries are prefill
@@ -177,8 +177,9 @@ def _typed(impl: Any, cache: torch.Tensor) -> torch.Tensor:
 
 
 def dense_request(
-    impl: Any, dtype: torch.dtype, *, num_requests: int, max_query_len: int, page_size: int, max_kv_len: int, window: int | None
-) -> VerifyRequest:
+    impl: Any, dtype: torch.dtype, *, num_requests: int, max_query_len: int, page_size: int, max_kv_len: int, window: int | None,
+    aligned: bool = True,
+) -> VerifyRequest:  # fmt: skip
     """The static facts of a call; ``dtype``: the output's."""
     fp8 = is_fp8(impl)
     return VerifyRequest(
@@ -196,6 +197,7 @@ def dense_request(
         sinks=impl.sinks is not None,
         softcap=softcap(impl) != 0.0,
         scales="device" if fp8 else "none",
+        aligned=aligned,
     )
 
 
@@ -204,10 +206,20 @@ def plain_query(query: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) ->
     return query if query.dtype == dtype else query.to(dtype) * scale.to(dtype)
 
 
-def strided_kv(impl: Any, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> PagedKV:
-    """kv_cache [pages, Hkv, page_size, 2 * D], K and V side by side, as two views of it: NHD and HND are strides alone."""
+def side_by_side(impl: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """kv_cache [pages, Hkv, page_size, 2 * D] as two views K and V [pages, page_size, Hkv, D]: NHD and HND are strides alone."""
     k, v = torch.split(_typed(impl, kv_cache).transpose(1, 2), impl.head_size, dim=-1)
-    return PagedKV(k, v, block_table, seq_lens)
+    return k, v
+
+
+def side_by_side_aligned(impl: Any, dtype: torch.dtype) -> bool:
+    """Whether those views of a cache that vLLM has yet to allocate, for a model of ``dtype``, will be ``aligned``."""
+    itemsize = 1 if is_fp8(impl) else dtype.itemsize
+    return bool(2 * impl.head_size % 16 == 0 and impl.head_size * itemsize % 16 == 0)
+
+
+def strided_kv(impl: Any, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> PagedKV:
+    return PagedKV(*side_by_side(impl, kv_cache), block_table, seq_lens)
 
 
 # -- CPU_ATTN: pages in an order of their own ---------------------------------------------------------------------------
@@ -261,6 +273,7 @@ class PageLayout:
 
     k: _Place
     v: _Place
+    aligned: bool  # of what ``keys`` and ``values`` give
 
     @classmethod
     def measure(
@@ -286,8 +299,9 @@ class PageLayout:
         order = where.argsort()
         if not torch.equal(where[order], torch.arange(2 * half)):
             return None
-        place = order.view(2, heads, rows, columns)
-        return cls(_Place.of(place[0]), _Place.of(place[1]))
+        k, v = (_Place.of(place) for place in order.view(2, heads, rows, columns))
+        content = torch.zeros_like(page).view(1, -1)
+        return cls(k, v, aligned(k.take(content)) and aligned(v.take(content)))
 
     def keys(self, pages: torch.Tensor) -> torch.Tensor:
         """[pages, E] -> K [pages, page_size, Hkv, D]."""

@@ -147,6 +147,9 @@ class Table:
         if not speaking or not speaking[-1].pairs(OURS + impl, theirs):
             return f"nothing like it was measured on {self.gpu}"
         for one in speaking:
+            unknown = [cached for cached, us in one.us.items() if theirs in us and OURS + impl not in us]
+            if unknown:
+                return f"{one} on {unknown[0]} cached was not measured with {impl}, on {self.gpu}"
             for cached, our_us, their_us in one.pairs(OURS + impl, theirs):
                 if our_us > TIE * their_us:
                     return f"{one} on {cached} cached took {our_us:.1f} µs with {impl} and {their_us:.1f} with {theirs}, on {self.gpu}"
@@ -186,7 +189,7 @@ def kind_of(kv_heads: int, latent: bool) -> str:
 def in_force(device: DeviceInfo) -> Table | None:
     """The table for ``device``: FLASHMAP_TABLE, else the user's own, else the checked-in one; None: its GPU is in none of them.
 
-    Read once a process. A user's file that cannot be used is said in one WARNING, and the next in line is taken.
+    Read once a process. A file of those two that cannot be used is said in one WARNING, and the checked-in table is taken.
     """
     return _in_force(device.name) if device.type == "cuda" else None
 
@@ -205,15 +208,18 @@ def checked_in(gpu: str) -> Table | None:
 @functools.cache
 def _in_force(gpu: str) -> Table | None:
     named = env.get("FLASHMAP_TABLE")
-    path = Path(named) if named else user_file(gpu)
-    if named or path.is_file():
-        try:
-            table = Table.from_json(path.read_text(encoding="utf-8"), str(path))
-            if table.gpu != gpu:
-                raise ValueError(f"it is of {table.gpu!r}, this is {gpu!r}")
-            return table
-        except (OSError, ValueError) as error:
-            logger.warning("flashmap: the table of measured times %s is left out: %s", path, error)
+    path: Path | None = None
+    try:
+        path = Path(named) if named else user_file(gpu)
+        table = Table.from_json(path.read_text(encoding="utf-8"), str(path))
+        if table.gpu != gpu:
+            raise ValueError(f"it is of {table.gpu!r}, this is {gpu!r}")
+        return table
+    except FileNotFoundError:
+        if named:
+            logger.warning("flashmap: there is no table of measured times %s, which FLASHMAP_TABLE names", named)
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: nobody knows this user's home directory
+        logger.warning("flashmap: the table of measured times %s is left out: %s", path or f"of this user for {gpu}", error)
     return checked_in(gpu)
 
 

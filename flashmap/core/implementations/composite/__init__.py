@@ -63,9 +63,6 @@ class Composite(Implementation):
         return (Reason("head_dim", text),)
 
     def not_ready(self, call: Call) -> tuple[Reason, ...]:
-        if self.find(DeviceInfo.of(call.q.device)).attend is None:
-            text = "a graph is being captured and the library has not been tried in this process"
-            return (Reason("not_probed", text, "call prepare(), or the op once with the same shapes, before the capture"),)
         reasons: tuple[Reason, ...] = _launch().not_ready(call, self.name)
         return reasons
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """``attend`` None: not available, for ``reasons``; without reasons, not looked for yet as a graph is being captured."""
+    """``attend`` None: not available, for ``reasons``, of which "not_probed" is of graphs that are being captured alone."""
 
     attend: Attend | None
     reasons: tuple[Reason, ...] = ()
@@ -103,7 +103,8 @@ def _once(name: str, sources: tuple[_Source, ...], check: Callable[[Attend, torc
     if torch.cuda.get_device_capability() != HOPPER:
         return Found(None, (Reason("library", f"{name} is found by running it, and this process is on a {torch.cuda.get_device_name()}"),))
     if device.capturing or torch.cuda.is_current_stream_capturing():
-        return Found(None)
+        text = f"a graph is being captured, and {name} has not been tried in this process"
+        return Found(None, (Reason("not_probed", text, "call prepare(), or the op once with the same shapes, before the capture"),))
     with _lock:
         if name not in _found:
             _found[name] = search(sources, check, torch.device("cuda", torch.cuda.current_device()))

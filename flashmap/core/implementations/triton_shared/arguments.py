@@ -65,7 +65,7 @@ def empty_call(request: VerifyRequest, device: torch.device, *, pages: int = 1) 
     start = ints("kv_start", requests) if request.kv_start else None
     kv: KVCache
     if request.kv_layout == "paged":
-        kv = PagedKV(k, v, ints("indices", requests, pages), ints("kv_lens", requests), v_head_dim, start)
+        kv = PagedKV(k, v, ints("indices", 1, pages).expand(requests, pages), ints("kv_lens", requests), v_head_dim, start)
     else:
         kv = SlotKV(k, v, ints("kv_lens", requests + 1), ints("indices", 1), v_head_dim, start)
     mask = None

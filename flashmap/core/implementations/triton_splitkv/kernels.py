@@ -236,6 +236,14 @@ def split_kernel(
                 )  # fmt: skip
 
 
+# For caches that are not aligned: in which of their addresses and strides, a prepared kernel cannot know.
+split_kernel_of_any_alignment = triton.jit(
+    split_kernel.fn,
+    do_not_specialize=VARYING,
+    do_not_specialize_on_alignment=["k", "v", "stride_kp", "stride_kt", "stride_kh", "stride_vp", "stride_vt", "stride_vh"],
+)
+
+
 @triton.jit(do_not_specialize=VARYING[:-1])
 def merge_kernel(
     out, lse, parts, lse_at, cu_q, lens, kv_start, sinks,

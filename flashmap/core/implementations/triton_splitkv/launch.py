@@ -162,7 +162,7 @@ def _launch(call: Call, plan: Plan, parts: torch.Tensor) -> None:
     v_scale, v_scale_ptr = _scale_arguments(call.k_scale if call.request.latent else call.v_scale, unused)
     counts = (call.request.num_requests, call.request.max_kv_len or 0)
     sharing = (call.window or 0, plan.target, config.min_tiles, config.max_splits)
-    _split_kernel(config.kernel)[plan.grid](
+    _split_kernel(config.kernel, call.request.aligned)[plan.grid](
         q, kv.k, v, out, lse, parts, plan.lse_at,
         call.cu_seqlens_q, lens, table, kv_start,
         draft_k, draft_v, or_unused(call.draft_slots, unused), mask, mask_indptr, or_unused(call.positions, unused), sinks,
@@ -179,9 +179,9 @@ def _launch(call: Call, plan: Plan, parts: torch.Tensor) -> None:
         )  # fmt: skip
 
 
-def _split_kernel(name: str) -> Any:
+def _split_kernel(name: str, aligned: bool) -> Any:
     if name == "split":
-        return kernels.split_kernel
+        return kernels.split_kernel if aligned else kernels.split_kernel_of_any_alignment
     from flashmap.core.implementations.triton_splitkv.latent_sm90 import latent_kernel
 
     return latent_kernel
