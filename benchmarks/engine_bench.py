@@ -5,8 +5,8 @@
 
 ``steps``: DIR needs a config.json alone, weights are made up. The prompts stay in the prefix cache, so that 1 token and 1 + 96 tokens
 differ by the verify steps; the fastest of three of each is taken. ``text``: held-out prompts of the small models, greedy;
-new tokens over verify steps, and the tokens. ``soak``: the same with 1, 8 and 32 requests in flight, of mixed lengths, for at least
-512 steps each; by how much the engine's memory on the GPU grew after the first round, and how many requests got the tokens that they get alone.
+new tokens over verify steps, and the tokens. ``soak``: the same with 1, 8 and 32 requests in flight, of mixed lengths, 40 for each
+place in the batch; by how much the engine's memory on the GPU grew after the first round, and how many requests got the tokens that they get alone.
 
 ``--flashmap check`` also runs the engine's own kernel in every call and keeps the largest difference; it goes without CUDA graphs.
 One JSON line, appended to --json-out. Compare runs of one machine, made one after the other; ``--turn`` lets several engines load at once
@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import Engine, Generated
+from flashmap.bench import report
 
 STEPS = 96
 SOAK_BATCHES = (1, 8, 32)
-SOAK_REQUESTS = 16  # of each place in the batch: at 64 new tokens on average and fewer than 2 to 4 a step, more than 512 steps
+SOAK_REQUESTS = 40  # of each place in the batch: 88 new tokens on average, at 4 to 5 a step, are more than 512 steps
 FLASHMAP = {
     "off": {"FLASHMAP_DISABLE": "1"},
     "auto": {},
@@ -51,6 +52,8 @@ def main() -> None:
 
     row: dict[str, Any] = {
         "name": args.name,
+        "date": report.now(),
+        "commit": report.commit(),
         "what": args.what,
         "engine": args.engine,
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

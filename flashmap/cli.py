@@ -125,7 +125,11 @@ def explain(
     arch: Annotated[str, typer.Option(help="A GPU such as sm90, or cpu.", show_default=_HERE)] = _HERE,
     capturing: Annotated[bool, typer.Option("--capturing", help="While a CUDA graph is captured.")] = False,
     engine_kernel: Annotated[
-        str | None, typer.Option(help="The kernel that an engine would run instead, such as vllm.FLASH_ATTN.", show_default="none")
+        str | None,
+        typer.Option(
+            help="The kernel that an engine would run instead, such as vllm.fa3, vllm.flashmla, vllm.triton_attn, sglang.fa3 or sglang.triton.",
+            show_default="none",
+        ),
     ] = None,
     impl: Annotated[str | None, typer.Option(help="Ask for this implementation.", show_default="FLASHMAP_IMPL, or automatic")] = None,
     json: Json = False,

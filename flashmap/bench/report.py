@@ -111,8 +111,6 @@ def _conditions() -> Record:
     import triton
 
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    checkout = Path(__file__).resolve().parents[2]
-    commit = _output(["git", "-C", str(checkout), "describe", "--always", "--dirty"]) if (checkout / ".git").exists() else ""
     return {
         "gpu": device.name,
         "capability": [device.major, device.minor],
@@ -120,11 +118,22 @@ def _conditions() -> Record:
         "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "command": " ".join(["flashmap", *sys.argv[1:]]),
-        "commit": commit or env.get("FLASHMAP_COMMIT") or "unknown",
+        "commit": commit(),
         "variables": {name: os.environ[name] for name in env.VARIABLES if name in os.environ and name not in _NOT_SAID},
     }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def commit() -> str:
+    """Of this checkout, or what FLASHMAP_COMMIT says."""
+    checkout = Path(__file__).resolve().parents[2]
+    found = _output(["git", "-C", str(checkout), "describe", "--always", "--dirty"]) if (checkout / ".git").exists() else ""
+    return found or env.get("FLASHMAP_COMMIT") or "unknown"
 
 
 def _output(command: list[str]) -> str:
