@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from flashmap.core import DeviceInfo, Limits, PagedKV, VerifyRequest, registry
+from flashmap.core.implementations import probing
 from flashmap.core.implementations.composite import Composite, launch, libraries
-from flashmap.core.implementations.composite.libraries import Found, check_fa3, check_flashmla, search
+from flashmap.core.implementations.composite.libraries import check_fa3, check_flashmla, search
+from flashmap.core.implementations.probing import Found
 from flashmap.core.implementations.triton_shared.scratch import Scratch
 from flashmap.core.inputs import resolve
 from flashmap.core.testing import Case, assert_conforms, build, cases, check_order, check_repeat
@@ -468,12 +470,12 @@ def test_looked_for_once_and_never_under_capture(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(libraries, "_found", {})
+    monkeypatch.setattr(probing, "_found", {})
     monkeypatch.setattr(libraries, "search", lambda *arguments: looked.append(arguments) or Found(fa3_double))
     assert libraries.fa3(replace(H200, capturing=True)) == Found(None) and not looked
     assert libraries.fa3(H200).attend is fa3_double
     assert libraries.fa3(replace(H200, capturing=True)).attend is fa3_double and len(looked) == 1
-    monkeypatch.setattr(libraries, "_found", {})
+    monkeypatch.setattr(probing, "_found", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     assert [reason.code for reason in libraries.fa3(H200).reasons] == ["library"] and len(looked) == 1
