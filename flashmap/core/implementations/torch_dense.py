@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmap.core.implementations.torch_shared import draft_mask, lengths_of
+from flashmap.core.implementations.torch_shared import check_rows, draft_mask, lengths_of
 from flashmap.core.inputs import Call, PagedKV
 from flashmap.core.interface import Implementation
 
@@ -69,9 +69,7 @@ class _Batch:
 def _plan(call: Call) -> _Batch | None:
     lengths = lengths_of(call)
     host_rows, host_prefix = lengths.rows.tolist(), lengths.prefix.tolist()
-    for r, n in enumerate(host_rows):
-        if n > call.max_query_len:
-            raise ValueError(f"request {r} has {n} query tokens, more than max_query_len {call.max_query_len}")
+    check_rows(call, host_rows)
     order = sorted((r for r, n in enumerate(host_rows) if n > 0), key=lambda r: -host_prefix[r])
     if not order:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,13 @@ def lengths_of(call: Call) -> Lengths:
     return Lengths(rows, listed, prefix, torch.zeros_like(listed) if kv.kv_start is None else kv.kv_start.long())
 
 
+def check_rows(call: Call, rows: list[int]) -> None:
+    """ValueError where a request has more query tokens than the call said."""
+    for r, n in enumerate(rows):
+        if n > call.max_query_len:
+            raise ValueError(f"request {r} has {n} query tokens, more than max_query_len {call.max_query_len}")
+
+
 def draft_mask(call: Call, lengths: Lengths, index: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """bool, broadcast to [n, L, L]: which draft tokens (last dimension) each query token sees, by the mask alone.
 
@@ -54,3 +62,23 @@ def draft_mask(call: Call, lengths: Lengths, index: torch.Tensor, row: torch.Ten
         width = torch.full_like(rows, call.max_query_len)
     entries = (start + skip)[index, None, None] + t[None, :, None] * width[index, None, None] + t
     return mask.data.reshape(-1)[entries.clamp(0, mask.data.numel() - 1)] != 0
+
+
+def visible(call: Call, lengths: Lengths, index: Sequence[int], rows: Sequence[int], listed: Sequence[int]) -> list[torch.Tensor]:
+    """bool [rows, listed] of each of the requests ``index``: which keys in the cache each query token sees. Not for draft_kv or
+    draft_slots. ``rows`` and ``listed`` are those requests' lengths, on the host."""
+    device = call.q.device
+    request, t = torch.tensor(index, device=device), torch.arange(max(rows), device=device)
+    row = (call.cu_seqlens_q.long()[request, None] + t).clamp(max=call.q.shape[0] - 1)
+    drafts = draft_mask(call, lengths, request, row).expand(len(index), -1, -1)
+    position = (lengths.kv_start + lengths.prefix)[request, None] + t if call.positions is None else call.positions[row].long()
+    found = []
+    for i, (n, keys) in enumerate(zip(rows, listed, strict=True)):
+        prefix = max(keys - n, 0)
+        sees = torch.ones(n, keys, dtype=torch.bool, device=device)
+        sees[:, prefix:] = drafts[i, :n, : keys - prefix]
+        if call.window is not None:  # a draft key is at its own query's position
+            prefix_at = lengths.kv_start[index[i]] + torch.arange(prefix, device=device)
+            sees &= position[i, :n, None] - torch.cat((prefix_at, position[i, : keys - prefix])) <= call.window
+        found.append(sees)
+    return found
