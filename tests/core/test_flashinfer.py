@@ -221,6 +221,18 @@ def test_k_and_v_with_strides_of_their_own(mask: str | None) -> None:
     assert torch.equal(calls[0].out, calls[1].out) and calls[0].out[:5].any(-1).all()
 
 
+def test_a_chain_whose_positions_are_not_its_places() -> None:
+    """FlashInfer's own window goes by places."""
+    arguments = build(Case("places", window=9, positions=True, lse=True))
+    arguments["positions"] = arguments["positions"] // 2 + 3
+    calls = [resolve(**{**arguments, "out": torch.zeros_like(arguments["out"])}) for _ in range(2)]
+    doubled().run(calls[0])
+    registry.get("reference").run(calls[1])
+    for mine, wanted in ((calls[0].out, calls[1].out), (calls[0].lse, calls[1].lse)):
+        assert mine is not None and wanted is not None
+        torch.testing.assert_close(mine[:9], wanted[:9])
+
+
 def test_more_query_tokens_than_the_call_said() -> None:
     with pytest.raises(ValueError, match="request 1 has 5 query tokens, more than max_query_len 3"):
         doubled().run(resolve(**{**build(Case("more")), "max_query_len": 3}))
