@@ -24,6 +24,7 @@ _OURS = {
     "fa3_tail": "flashmap.core.implementations.composite:FA3_TAIL",
     "fa3": "flashmap.core.implementations.composite:FA3",
     "flashmla_tail": "flashmap.core.implementations.composite:FLASHMLA_TAIL",
+    "flashinfer": "flashmap.core.implementations.flashinfer:IMPLEMENTATION",
 }
 _registered: dict[str, VerifyAttention] = {}
 _changes = 0

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from flashmap.core import DeviceInfo, Limits, PagedKV, VerifyRequest, dispatch, registry
+from flashmap.core.implementations import probing
 from flashmap.core.implementations.composite import Composite, launch, libraries
-from flashmap.core.implementations.composite.libraries import Found, check_fa3, check_flashmla, search
+from flashmap.core.implementations.composite.libraries import check_fa3, check_flashmla, search
+from flashmap.core.implementations.probing import Found
 from flashmap.core.implementations.triton_shared.scratch import Scratch
 from flashmap.core.inputs import resolve
 from flashmap.core.testing import Case, assert_conforms, build, cases, check_order, check_repeat
@@ -309,14 +311,14 @@ def test_a_capture_before_the_library_was_tried_takes_another(monkeypatch: pytes
     """And what was decided then does not stand once the library is found."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: libraries.HOPPER)
-    monkeypatch.setattr(libraries, "_found", {})
+    monkeypatch.setattr(probing, "_found", {})
     device = DeviceInfo.known("sm90", capturing=True)
     (reason,) = libraries.fa3(device).reasons
     assert reason.code == "not_probed"
     request, policy = resolve(**build(Case("cold", dtype="bf16"))).request, dispatch.Policy()
     monkeypatch.setattr(dispatch, "preference", lambda *_: ("fa3_tail", "triton_splitkv"))
     assert dispatch.decide(request, device, policy).winner == "triton_splitkv"
-    libraries._found["FlashAttention 3"] = Found(fa3_double)
+    probing._found["FlashAttention 3"] = Found(fa3_double)
     assert dispatch.decide(request, device, policy).winner == "fa3_tail"
 
 
@@ -475,12 +477,12 @@ def test_looked_for_once_and_never_under_capture(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(libraries, "_found", {})
+    monkeypatch.setattr(probing, "_found", {})
     monkeypatch.setattr(libraries, "search", lambda *arguments: looked.append(arguments) or Found(fa3_double))
     assert [reason.code for reason in libraries.fa3(replace(H200, capturing=True)).reasons] == ["not_probed"] and not looked
     assert libraries.fa3(H200).attend is fa3_double
     assert libraries.fa3(replace(H200, capturing=True)).attend is fa3_double and len(looked) == 1
-    monkeypatch.setattr(libraries, "_found", {})
+    monkeypatch.setattr(probing, "_found", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     assert [reason.code for reason in libraries.fa3(H200).reasons] == ["library"] and len(looked) == 1

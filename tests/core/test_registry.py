@@ -14,7 +14,7 @@ from mean_case import mean_case, near, rows
 from flashmap.core import Implementation, VerifyAttention, registry, verify_attention
 from flashmap.core.inputs import Call
 
-OURS = ("reference", "torch_dense", "triton_splitkv", "fa3_tail", "fa3", "flashmla_tail")
+OURS = ("reference", "torch_dense", "triton_splitkv", "fa3_tail", "fa3", "flashmla_tail", "flashinfer")
 
 
 class Sevens(Implementation):

@@ -31,6 +31,7 @@ pytestmark = [
 ]
 KERNEL = "triton_splitkv"
 COMPOSITES = ("fa3_tail", "fa3", "flashmla_tail")
+LIBRARIES = (*COMPOSITES, "flashinfer")  # which is never captured
 SMALL = list(cases("cuda", size="small"))
 FULL = list(cases("cuda", size="full"))
 SHAPES: dict[str, dict[str, Any]] = {
@@ -280,9 +281,9 @@ def ready(name: str, case: Case) -> dict[str, Any]:
     return arguments
 
 
-@pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("case", [case for case in (*SMALL, *FULL) if case.dtype != "fp32"], ids=str)
-def test_composites_conform(name: str, case: Case) -> None:
+def test_libraries_conform(name: str, case: Case) -> None:
     ready(name, case)
     assert_conforms(name, case, "cuda")
 
@@ -295,11 +296,11 @@ PAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", [None, "qlen"])
 @pytest.mark.parametrize("page", PAGES)
-def test_composites_never_use_rows_that_are_not_listed(name: str, shape: str, mask: str | None, page: str) -> None:
+def test_libraries_never_use_rows_that_are_not_listed(name: str, shape: str, mask: str | None, page: str) -> None:
     """Many rows and long pages, with NaN behind every request's last key."""
     lens: dict[str, Any] = {"query_lens": (17, 64, 3, 0, 40), "prefix_lens": (1300, 65, 5000, 9, 0)}
     case = Case(f"{shape} {page}", **SHAPES[shape], **PAGES[page], **lens, mask=mask, dtype="bf16", padded=2)
@@ -370,3 +371,33 @@ def test_composites_decline_a_capture_without_scratch(name: str) -> None:
         assert [reason.code for reason in declined.value.reasons] == ["scratch"]
     finally:
         scratch._scratch.update(kept)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", [None, "packed"])
+def test_flashinfer_repeated_in_other_orders_and_on_two_streams(shape: str, mask: str | None) -> None:
+    case = Case(f"{shape} {mask}", **SHAPES[shape], **{**_BATCH, "page_size": 64}, mask=mask, lse=True)
+    ready("flashinfer", case)
+    for check in (check_repeat, check_order, check_streams):
+        result = check("flashinfer", case, "cuda")
+        assert result.outcome == "ok", f"{check.__name__}: {result}"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flashinfer_declines_under_capture(shape: str) -> None:
+    arguments = ready("flashinfer", Case("host", **SHAPES[shape], dtype="bf16"))
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
+        torch.zeros(1, device="cuda")  # torch warns of an empty graph
+        verify_attention(**arguments, impl="flashinfer")
+    assert [reason.code for reason in declined.value.reasons] == ["capturing"]
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(32, 128), (16, 256)])
+def test_flashinfer_has_room_for_many_query_heads_a_kv_head(heads: int, head_dim: int) -> None:
+    """Its partial results grow with them."""
+    lens: dict[str, Any] = {"query_lens": (17,), "prefix_lens": (30000,)}
+    case = Case("room", heads=heads, kv_heads=1, head_dim=head_dim, dtype="bf16", page_size=64, mask="packed", **lens)
+    ready("flashinfer", case)
+    result = check_case("flashinfer", case, "cuda")
+    assert result.outcome == "ok", result

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashmap.core.implementations.torch_shared import check_rows, draft_mask, lengths_of
 from flashmap.core.inputs import Call, PagedKV
 from flashmap.core.interface import Implementation
 
@@ -57,42 +58,32 @@ class _Batch:
     index: torch.Tensor  # [R] the request's place in the call
     row: torch.Tensor  # [R, L] row of q; where none was asked, some row of q
     asked: torch.Tensor  # bool [R, L] the request has this query token
-    length: torch.Tensor  # [R] tokens listed in the cache
-    prefix: torch.Tensor  # [R] of which the prefix
+    prefix: torch.Tensor  # [R] tokens of the prefix
     exists: torch.Tensor  # bool [R, L] the draft token has K and V
     kv_start: torch.Tensor  # [R]
     position: torch.Tensor  # [R, L]
-    mask_start: torch.Tensor  # [R] where the block of a full mask without indptr begins
+    visible: torch.Tensor  # bool, broadcast to [R, L, L]: what the mask lets a query token see of the draft tokens
     prefixes: list[int]
 
 
 def _plan(call: Call) -> _Batch | None:
-    kv, cu = call.kv, call.cu_seqlens_q.long()
-    # A length past the table's width is clamped to it.
-    length = kv.kv_lens.long().clamp(0, kv.max_kv_len) if isinstance(kv, PagedKV) else kv.indptr.long().diff()
-    rows = cu.diff()
-    # Only without draft_kv and draft_slots does the list end with the draft tokens, of which those below length exist.
-    in_cache = call.draft_k is None and call.draft_slots is None
-    prefix = (length - rows).clamp(min=0) if in_cache else length
-    kv_start = torch.zeros_like(length) if kv.kv_start is None else kv.kv_start.long()
-    entries = rows * (kv_start + prefix + rows)
-    mask_start = entries.cumsum(0) - entries
-
-    host_rows, host_prefix = rows.tolist(), prefix.tolist()
-    for r, n in enumerate(host_rows):
-        if n > call.max_query_len:
-            raise ValueError(f"request {r} has {n} query tokens, more than max_query_len {call.max_query_len}")
+    lengths = lengths_of(call)
+    host_rows, host_prefix = lengths.rows.tolist(), lengths.prefix.tolist()
+    check_rows(call, host_rows)
     order = sorted((r for r, n in enumerate(host_rows) if n > 0), key=lambda r: -host_prefix[r])
     if not order:
         return None
     index = torch.tensor(order, device=call.q.device)
-    rows, length, prefix, kv_start = rows[index], length[index], prefix[index], kv_start[index]
+    rows, length, prefix, kv_start = lengths.rows[index], lengths.listed[index], lengths.prefix[index], lengths.kv_start[index]
     t = torch.arange(max(host_rows), device=index.device)
     asked = t < rows[:, None]
-    row = (cu[index, None] + t).clamp(max=call.q.shape[0] - 1)
+    row = (call.cu_seqlens_q.long()[index, None] + t).clamp(max=call.q.shape[0] - 1)
+    # Draft tokens in the cache exist below its length only.
+    in_cache = call.draft_k is None and call.draft_slots is None
     exists = asked & (prefix[:, None] + t < length[:, None]) if in_cache else asked
     position = (kv_start + prefix)[:, None] + t if call.positions is None else call.positions[row].long()
-    return _Batch(index, row, asked, length, prefix, exists, kv_start, position, mask_start[index], [host_prefix[r] for r in order])
+    visible = draft_mask(call, lengths, index, row)
+    return _Batch(index, row, asked, prefix, exists, kv_start, position, visible, [host_prefix[r] for r in order])
 
 
 class _Workspace:
@@ -178,7 +169,7 @@ def _ungroup(call: Call, batch: _Batch, x: torch.Tensor) -> torch.Tensor:
 
 def _draft_block(call: Call, batch: _Batch, work: _Workspace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(keys, values, visible) of the draft tokens."""
-    visible = _mask(call, batch) & batch.exists[:, None, :]
+    visible = batch.visible & batch.exists[:, None, :]
     if call.window is not None:  # a draft key is at its own query's position
         visible &= batch.position[:, :, None] - batch.position[:, None, :] <= call.window
     if call.draft_k is not None:  # not quantised, so no scale applies
@@ -221,28 +212,6 @@ def _prefix_blocks(call: Call, batch: _Batch, work: _Workspace) -> Iterator[tupl
             visible = near if visible is None else near & visible
         yield keys, values, visible
         start = end
-
-
-def _mask(call: Call, batch: _Batch) -> torch.Tensor:
-    """bool, broadcast to [R, L, L]: which draft tokens (last dimension) each query token sees, by the mask alone."""
-    mask, rows = call.mask, batch.row.shape[1]
-    t = torch.arange(rows, device=batch.row.device)
-    if mask is None:
-        return (t[None, :] <= t[:, None])[None]
-    if mask.layout == "packed":
-        return (mask.data[batch.row][..., t // 64] >> (t % 64) & 1).bool()
-    indptr = None if mask.indptr is None else mask.indptr[batch.index].long()
-    asked = batch.asked.sum(1)
-    skip = torch.zeros_like(asked)
-    if mask.layout == "full":
-        skip = batch.kv_start + batch.prefix  # never read
-        start, width = batch.mask_start if indptr is None else indptr, skip + asked
-    elif indptr is not None:
-        start, width = indptr, asked
-    else:
-        start, width = batch.index * call.max_query_len**2, torch.full_like(asked, call.max_query_len)
-    entries = (start + skip)[:, None, None] + t[None, :, None] * width[:, None, None] + t
-    return mask.data.reshape(-1)[entries.clamp(0, mask.data.numel() - 1)] != 0
 
 
 def _slots(call: Call, index: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

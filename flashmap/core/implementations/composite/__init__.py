@@ -18,7 +18,8 @@ from types import ModuleType
 
 import torch
 
-from flashmap.core.implementations.composite.libraries import HOPPER, Attend, Found, fa3, flashmla
+from flashmap.core.implementations.composite.libraries import HOPPER, fa3, flashmla
+from flashmap.core.implementations.probing import Attend, Found
 from flashmap.core.inputs import Call
 from flashmap.core.interface import Capability, Declined, Implementation, Reason
 from flashmap.core.request import DeviceInfo, Limits, VerifyRequest

@@ -15,7 +15,7 @@ import torch
 
 from flashmap import env
 from flashmap.core.implementations.composite import kernels
-from flashmap.core.implementations.composite.libraries import Attend
+from flashmap.core.implementations.probing import Attend
 from flashmap.core.implementations.triton_shared.arguments import (
     cache_strides,
     current_stream,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import util
@@ -21,31 +20,27 @@ from typing import Any
 
 import torch
 
+from flashmap.core.implementations.probing import Attend, Found, failed, once
 from flashmap.core.interface import Reason
 from flashmap.core.request import DeviceInfo
 
-# Returns (out, log-sum-exp fp32): of FA3 [T, H, Dv] and [H, T], of FlashMLA [R, L, H, Dv] and [R, H, L].
-Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+# Attend's log-sum-exp: of FA3 [H, T] with out [T, H, Dv], of FlashMLA [R, H, L] with out [R, L, H, Dv].
 HOPPER = (9, 0)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """``attend`` None: not available, for ``reasons``, of which "not_probed" is of graphs that are being captured alone."""
-
-    attend: Attend | None
-    reasons: tuple[Reason, ...] = ()
-
-
 def fa3(device: DeviceInfo) -> Found:
     """FlashAttention 3. ``attend(**FA3_PARAMETERS)``: a paged cache, and q with the rows of all requests."""
-    return _once("FlashAttention 3", _FA3, check_fa3, device)
+    return once("FlashAttention 3", lambda where: search(_FA3, check_fa3, where), _on_hopper, device)
 
 
 def flashmla(device: DeviceInfo) -> Found:
     """FlashMLA's dense decoding. ``attend(**FLASHMLA_PARAMETERS)``; it plans anew, on the device, in every call."""
-    return _once("FlashMLA", _FLASHMLA, check_flashmla, device)
+    return once("FlashMLA", lambda where: search(_FLASHMLA, check_flashmla, where), _on_hopper, device)
+
+
+def _on_hopper(capability: tuple[int, int]) -> bool:
+    return capability == HOPPER
 
 
 FA3_PARAMETERS = (
@@ -89,27 +84,6 @@ _FLASHMLA = (
     _Source("sgl_kernel's FlashMLA", "sgl_kernel", "flashmla_ops*.so", "sgl_kernel", "dense_decode_fwd", FLASHMLA_PARAMETERS, {}),
 )
 
-_found: dict[str, Found] = {}
-_lock = threading.Lock()
-
-
-def _once(name: str, sources: tuple[_Source, ...], check: Callable[[Attend, torch.device], str | None], device: DeviceInfo) -> Found:
-    found = _found.get(name)
-    if found is not None:
-        return found
-    if not torch.cuda.is_available():
-        text = f"{name} is found by running it, and this process sees no CUDA device"
-        return Found(None, (Reason("library", text, "ask on the machine that it is for"),))
-    if torch.cuda.get_device_capability() != HOPPER:
-        return Found(None, (Reason("library", f"{name} is found by running it, and this process is on a {torch.cuda.get_device_name()}"),))
-    if device.capturing or torch.cuda.is_current_stream_capturing():
-        text = f"a graph is being captured, and {name} has not been tried in this process"
-        return Found(None, (Reason("not_probed", text, "call prepare(), or the op once with the same shapes, before the capture"),))
-    with _lock:
-        if name not in _found:
-            _found[name] = search(sources, check, torch.device("cuda", torch.cuda.current_device()))
-    return _found[name]
-
 
 def search(sources: tuple[_Source, ...], check: Callable[[Attend, torch.device], str | None], device: torch.device) -> Found:
     """The first source that loads, has the parameters and gives the right answer, or the reasons of all."""
@@ -131,9 +105,8 @@ def search(sources: tuple[_Source, ...], check: Callable[[Attend, torch.device],
                 logger.info("flashmap: %s is here and gives right answers", source.title)
                 return Found(attend)
             reasons.append(Reason("library_probe", f"{source.title} gave a wrong answer: {error}"))
-        except Exception as error:  # somebody else's code: it is then not used, and must not take the process down
-            first = str(error).strip().splitlines()[:1]
-            reasons.append(Reason("library_probe", f"{source.title} failed: {type(error).__name__}: {''.join(first)}"))
+        except Exception as error:
+            reasons.append(failed(source.title, error))
     return Found(None, tuple(reasons))
 
 
