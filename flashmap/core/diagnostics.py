@@ -146,10 +146,16 @@ def plain_request() -> VerifyRequest:
 
 
 def _why_not(name: str, request: VerifyRequest, device: DeviceInfo) -> tuple[Reason, ...]:
+    import torch
+
     from flashmap.core import registry
 
     try:
-        return registry.get(name).why_not(request, device)
+        implementation = registry.get(name)
+        if torch.cuda.is_available() and getattr(implementation, "slow_to_ask", False):
+            text = "it is not asked here, as it may compile for minutes before it can answer"
+            return (Reason("not_asked", text, f"flashmap check --impl {name}, or explain --impl {name}"),)
+        return implementation.why_not(request, device)
     except Exception as error:  # an implementation that cannot be imported must not hide the others
         return (Reason("broken", f"{type(error).__name__}: {_first_line(error)}"),)
 

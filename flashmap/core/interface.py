@@ -7,7 +7,7 @@ None of the three does another's work. Implementations never import each other.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +114,8 @@ class Implementation:
 
     name: str
     capability: Capability = field(default_factory=Capability)
+    # The first why_not on a machine may compile for minutes: a list of all implementations does not ask.
+    slow_to_ask: ClassVar[bool] = False
 
     def why_not(self, request: VerifyRequest, device: DeviceInfo) -> tuple[Reason, ...]:
         return self.capability.why_not(request, device)

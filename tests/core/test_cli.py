@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import flashmap
@@ -356,3 +357,9 @@ def test_help_loads_no_torch() -> None:
 def test_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "flashmap", "--version"], capture_output=True, text=True)
     assert done.stdout.strip() == flashmap.__version__
+
+
+def test_a_list_does_not_ask_what_may_compile_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    listed = {one.name: [r.code for r in one.reasons] for one in diagnostics.listing(DeviceInfo.known("sm90"))}
+    assert listed["flashinfer"] == ["not_asked"] and listed["triton_splitkv"] == []

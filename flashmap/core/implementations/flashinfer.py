@@ -44,6 +44,7 @@ class FlashInfer(Implementation):
     """``find``: the kernels for a latent cache or for another one, as this process has them; tests give others."""
 
     find: Callable[[bool, DeviceInfo], Found] = field(kw_only=True)
+    slow_to_ask = True  # FlashInfer compiles its kernels where they are first needed
 
     def why_not(self, request: VerifyRequest, device: DeviceInfo) -> tuple[Reason, ...]:
         found = [*self.capability.why_not(request, device), *_shape(request)]
