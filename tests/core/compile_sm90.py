@@ -5,6 +5,7 @@ replaced by one that names the target; launches become ``warmup`` calls, which c
 """
 
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -38,6 +39,10 @@ REQUESTS = {
     "mla fp8": replace(MLA, kv_dtype="fp8_e5m2", scales="host"),
 }
 # For a composite implementation, whose library's result is made up.
+IN_FP16 = {  # with FLASHMAP_SPLITKV_FP16
+    "gqa fp8 in fp16": replace(GQA, kv_dtype="fp8_e4m3", scales="device"),
+    "mla fp8 in fp16": replace(MLA, kv_dtype="fp8_e4m3", scales="device", mask="qlen", max_query_len=17),
+}
 TAILS = {
     "tail gqa tree": ("fa3_tail", replace(GQA, max_query_len=17, mask="qlen")),
     "tail gqa everything": ("fa3_tail", replace(GQA, head_dim=192, mask="full", kv_start=True, sinks=True, return_lse=True, draft="dense")),
@@ -135,6 +140,10 @@ if __name__ == "__main__":
         )
     )
     for name, request in REQUESTS.items():
+        print(json.dumps({"name": name, **compile_request(request)}), flush=True)
+    os.environ["FLASHMAP_SPLITKV_FP16"] = "1"
+    launch._plan.cache_clear()
+    for name, request in IN_FP16.items():
         print(json.dumps({"name": name, **compile_request(request)}), flush=True)
     for name, (implementation, request) in TAILS.items():
         print(json.dumps({"name": name, **compile_tail(implementation, request)}), flush=True)

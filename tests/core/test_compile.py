@@ -11,7 +11,18 @@ import pytest
 from flashmap.core import DeviceInfo
 
 HERE = Path(__file__).parent
-NAMES = ("gqa", "gqa 68 rows tree", "gqa d256", "gqa fp8", "gqa of any alignment", "mla", "mla tree", "mla fp8")
+NAMES = (
+    "gqa",
+    "gqa 68 rows tree",
+    "gqa d256",
+    "gqa fp8",
+    "gqa of any alignment",
+    "mla",
+    "mla tree",
+    "mla fp8",
+    "gqa fp8 in fp16",
+    "mla fp8 in fp16",
+)
 TAILS = {
     "tail gqa tree": ["lengths_kernel", "tail_kernel"],
     "tail gqa everything": ["lengths_kernel", "tail_kernel"],
@@ -48,7 +59,7 @@ def test_gqa_spills_nothing(compiled: dict[str, dict], name: str) -> None:
     assert compiled[name]["spilled"] == 0
 
 
-@pytest.mark.parametrize("name", ["mla", "mla tree"])
+@pytest.mark.parametrize("name", ["mla", "mla tree", "mla fp8 in fp16"])
 def test_latent_kernel_keeps_its_products_in_flight(compiled: dict[str, dict], name: str) -> None:
     """ptxas gives up overlapping warpgroup products, silently but for a note, when their registers are touched too early."""
     assert compiled[name]["config"]["kernel"] == "latent_sm90"

@@ -127,3 +127,14 @@ def test_scratch_that_a_graph_points_at_is_kept() -> None:
     assert len(scratch._retired) == 2, "no graph was captured with the second"
     scratch.reserve(1000)
     assert scratch.take(950, 1, capturing=True) is not None and scratch.take(950, 3, capturing=True) is None
+
+
+def test_fp16_brings_fp8_latent_caches_to_the_hopper_kernel() -> None:
+    """But for draft tokens that are not in the cache: bf16 may not fit into fp16."""
+    fp8 = replace(MLA, kv_dtype="fp8_e4m3", scales="device")
+    kernels = [
+        getattr(config_for(r, H200, {"fp16": 1}), "kernel", None) for r in (fp8, replace(fp8, draft="slots"), replace(fp8, draft="dense"))
+    ]
+    assert kernels == ["latent_sm90", "latent_sm90", "split"]
+    found = config_for(fp8, H200)
+    assert found is not None and found.kernel == "split" and not found.fp16

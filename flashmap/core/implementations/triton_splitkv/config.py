@@ -120,7 +120,7 @@ def config_for(request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, 
     forced = forced or {}
     rows = request.group * max(request.max_query_len, 1)
     span, d1, rest, dv = head_split(request)
-    if _has_latent_sm90(request, device) and not forced.keys() & {"block_n", "warps", "stages"}:
+    if _has_latent_sm90(request, device, fp16=bool(forced.get("fp16"))) and not forced.keys() & {"block_n", "warps", "stages"}:
         kind = "latent_sm90"
     else:
         kind = "fp32" if request.dtype == "fp32" else "mla" if request.latent else "gqa"
@@ -167,14 +167,17 @@ def _pick(table: tuple[_Tuned, ...], rows: int, requests: int) -> _Tuned:
     return table[-1]
 
 
-def _has_latent_sm90(request: VerifyRequest, device: DeviceInfo) -> bool:
-    """Whether latent_sm90.py serves the request: Hopper, DeepSeek's dimensions in 16 bits, no window, a Triton with its Gluon."""
+def _has_latent_sm90(request: VerifyRequest, device: DeviceInfo, *, fp16: bool) -> bool:
+    """Whether latent_sm90.py serves the request: Hopper, DeepSeek's dimensions in 16 bits, no window, a Triton with its Gluon.
+
+    With ``fp16`` also an fp8 cache, if the draft tokens lie in it too: what lies elsewhere may not fit into fp16.
+    """
     return (
         device.type == "cuda"
         and device.capability[0] == 9
         and request.latent
         and (request.head_dim, request.v_head_dim) == (576, 512)
-        and request.dtype == request.kv_dtype
+        and (request.dtype == request.kv_dtype or (fp16 and request.kv_dtype.startswith("fp8") and request.draft != "dense"))
         and request.dtype != "fp32"
         and request.window is None
         and request.aligned  # it copies 16 bytes at a time

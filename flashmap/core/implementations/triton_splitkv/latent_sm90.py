@@ -4,7 +4,8 @@ Plain Triton issues a tile's loads after the work on the tile before it, so that
 loads of tile i + 1 run during all of tile i.
 
 64 rows and two warpgroups: both compute half the keys' logits of a [64, 64] tile, and each 256 of the 512 columns of the
-output. K's first 512 columns lie once in shared memory and serve both products. Arguments, grid and results are those of
+output. K's first 512 columns lie once in shared memory and serve both products. Tiles of an fp8 cache take half the room on
+their way, and are made fp16 beside it, once for both products. Arguments, grid and results are those of
 ``kernels.split_kernel``; windows are left to it.
 """
 
@@ -49,6 +50,13 @@ def latent_kernel(
     REQUESTS: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [gl.num_warps(), 1], [1, 0])
     SCAN: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     SMEM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    # An fp8 cache is copied as it is, and a tile of it becomes fp16 in shared memory before its products.
+    FP8: gl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8
+    DTYPE: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
+    COPY_WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [gl.num_warps(), 1], [1, 0]) if FP8 else WIDE
+    COPY_NARROW: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [gl.num_warps(), 1], [1, 0]) if FP8 else NARROW
+    RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    BUFFERS: gl.constexpr = 1 if FP8 else 2
 
     row_block = gl.program_id(0)
     i = gl.program_id(1)
@@ -80,10 +88,26 @@ def latent_kernel(
     d2 = SPAN + gl.arange(0, D2, gl.SliceLayout(0, NARROW))
     query_wide = _query(q, q_first, row_block * M, length, d1, stride_qt, stride_qh, G, M, WIDE)
     query_narrow = _query(q, q_first, row_block * M, length, d2, stride_qt, stride_qh, G, M, NARROW)
-    q1 = gl.allocate_shared_memory(q.dtype.element_ty, [M, D1], SMEM, query_wide)
-    q2 = gl.allocate_shared_memory(q.dtype.element_ty, [M, D2], SMEM, query_narrow)
-    k1 = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, D1], SMEM)
-    k2 = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, D2], SMEM)
+    unit = 1.0
+    if FP8:  # no row may leave fp16's range
+        query_wide = query_wide.to(gl.float32)
+        query_narrow = query_narrow.to(gl.float32)
+        largest = gl.max(gl.maximum(query_wide, -query_wide), 1)
+        largest_narrow = gl.max(gl.maximum(query_narrow, -query_narrow), 1)
+        largest = gl.maximum(largest, gl.convert_layout(largest_narrow, gl.SliceLayout(1, WIDE)))
+        power = device.power_of_two(largest)
+        query_wide = query_wide / power[:, None]
+        query_narrow = query_narrow / gl.convert_layout(power, gl.SliceLayout(1, NARROW))[:, None]
+        unit = gl.convert_layout(power, gl.SliceLayout(1, LOGITS))[:, None]
+    q1 = gl.allocate_shared_memory(DTYPE, [M, D1], SMEM, query_wide.to(DTYPE))
+    q2 = gl.allocate_shared_memory(DTYPE, [M, D2], SMEM, query_narrow.to(DTYPE))
+    k1 = gl.allocate_shared_memory(DTYPE, [BUFFERS, BLOCK_N, D1], SMEM)
+    k2 = gl.allocate_shared_memory(DTYPE, [BUFFERS, BLOCK_N, D2], SMEM)
+    copied1 = k1
+    copied2 = k2
+    if FP8:
+        copied1 = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, D1], RAW)
+        copied2 = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, D2], RAW)
 
     tiles = gl.cdiv(prefix, BLOCK_N)
     share = gl.cdiv(tiles, splits)
@@ -92,6 +116,10 @@ def latent_kernel(
     n_wide = gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
     n_narrow = gl.arange(0, BLOCK_N, gl.SliceLayout(1, NARROW))
     n_logits = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LOGITS))
+    copy_d1 = gl.arange(0, D1, gl.SliceLayout(0, COPY_WIDE))
+    copy_d2 = SPAN + gl.arange(0, D2, gl.SliceLayout(0, COPY_NARROW))
+    copy_n1 = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY_WIDE))
+    copy_n2 = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY_NARROW))
 
     m_i = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
     l_i = gl.zeros([M, BLOCK_N], gl.float32, LOGITS)
@@ -99,29 +127,39 @@ def latent_kernel(
     nothing = gl.zeros([M, BLOCK_N], gl.float32, LOGITS)
 
     if begin < end:
-        rows_wide = _rows(k, table_row, begin, prefix, n_wide, stride_kp, stride_kt, PAGE_SIZE, BLOCK_N)
-        rows_narrow = _rows(k, table_row, begin, prefix, n_narrow, stride_kp, stride_kt, PAGE_SIZE, BLOCK_N)
-        async_copy.async_copy_global_to_shared(k1.index(0), rows_wide + d1[None, :])
-        async_copy.async_copy_global_to_shared(k2.index(0), rows_narrow + d2[None, :])
+        rows_wide = _rows(k, table_row, begin, prefix, copy_n1, stride_kp, stride_kt, PAGE_SIZE, BLOCK_N)
+        rows_narrow = _rows(k, table_row, begin, prefix, copy_n2, stride_kp, stride_kt, PAGE_SIZE, BLOCK_N)
+        async_copy.async_copy_global_to_shared(copied1.index(0), rows_wide + copy_d1[None, :])
+        async_copy.async_copy_global_to_shared(copied2.index(0), rows_narrow + copy_d2[None, :])
     async_copy.commit_group()
     for tile in range(begin, end):
         this = (tile - begin) % 2
         async_copy.wait_group(0)
         gl.thread_barrier()
+        place = this
+        if FP8:
+            place = this * 0
+            for part in gl.static_range(4):  # in parts, which take fewer registers at a time
+                few = copied1.index(this).slice(part * (BLOCK_N // 4), BLOCK_N // 4).load(COPY_WIDE)
+                k1.index(0).slice(part * (BLOCK_N // 4), BLOCK_N // 4).store(few.to(DTYPE))
+            k2.index(0).store(copied2.index(this).load(COPY_NARROW).to(DTYPE))
+            gl.thread_barrier()
         fence_async_shared()
-        logits = warpgroup_mma(q1, k1.index(this).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        logits = warpgroup_mma(q2, k2.index(this).permute((1, 0)), logits, is_async=True)
+        logits = warpgroup_mma(q1, k1.index(place).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        logits = warpgroup_mma(q2, k2.index(place).permute((1, 0)), logits, is_async=True)
         # The other buffer is free: all warps are past the barrier above, so past the products with the tile before.
         ahead = gl.minimum(tile + 1, end - 1)
         keys_ahead = (end - 1 - tile) * BLOCK_N  # 0 for the last tile: its copies are masked, and write zeros
-        rows_wide = _rows(k, table_row, ahead, prefix, n_wide, stride_kp, stride_kt, PAGE_SIZE, BLOCK_N)
-        rows_narrow = _rows(k, table_row, ahead, prefix, n_narrow, stride_kp, stride_kt, PAGE_SIZE, BLOCK_N)
-        async_copy.async_copy_global_to_shared(k1.index(1 - this), rows_wide + d1[None, :], mask=(n_wide < keys_ahead)[:, None])
-        async_copy.async_copy_global_to_shared(k2.index(1 - this), rows_narrow + d2[None, :], mask=(n_narrow < keys_ahead)[:, None])
+        rows_wide = _rows(k, table_row, ahead, prefix, copy_n1, stride_kp, stride_kt, PAGE_SIZE, BLOCK_N)
+        rows_narrow = _rows(k, table_row, ahead, prefix, copy_n2, stride_kp, stride_kt, PAGE_SIZE, BLOCK_N)
+        async_copy.async_copy_global_to_shared(copied1.index(1 - this), rows_wide + copy_d1[None, :], mask=(copy_n1 < keys_ahead)[:, None])
+        async_copy.async_copy_global_to_shared(
+            copied2.index(1 - this), rows_narrow + copy_d2[None, :], mask=(copy_n2 < keys_ahead)[:, None]
+        )
         async_copy.commit_group()
         logits = warpgroup_mma_wait(0, deps=[logits])
 
-        x = device.scaled(logits, scale * k_scale, softcap, SOFTCAP)
+        x = device.scaled(logits, scale * k_scale * unit, softcap, SOFTCAP)
         x = gl.where((tile * BLOCK_N + n_logits < prefix)[None, :], x, float("-inf"))
         m_new = gl.maximum(m_i, gl.max(x, 1))
         alpha = gl.exp2(m_i - m_new)
@@ -129,7 +167,7 @@ def latent_kernel(
         l_i = l_i * alpha[:, None] + p  # summed over the keys once, at the end
         m_i = m_new
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
-        acc = warpgroup_mma(gl.convert_layout(p.to(k.dtype.element_ty), WEIGHTS), k1.index(this), acc, is_async=True)
+        acc = warpgroup_mma(gl.convert_layout(p.to(DTYPE), WEIGHTS), k1.index(place), acc, is_async=True)
         # ptxas serialises products that are in flight at the end of a loop's body (C7514).
         acc = warpgroup_mma_wait(0, deps=[acc])
     l_row = gl.sum(l_i, 1)
@@ -159,14 +197,14 @@ def latent_kernel(
             PAGE_SIZE, DRAFT,
         )  # fmt: skip
         gl.thread_barrier()
-        k1.index(0).store(gl.load(wide + d1[None, :], mask=(j0 + n_wide < limit)[:, None], other=0.0))
-        k2.index(0).store(gl.load(narrow + d2[None, :], mask=(j0 + n_narrow < limit)[:, None], other=0.0))
+        k1.index(0).store(gl.load(wide + d1[None, :], mask=(j0 + n_wide < limit)[:, None], other=0.0).to(DTYPE))
+        k2.index(0).store(gl.load(narrow + d2[None, :], mask=(j0 + n_narrow < limit)[:, None], other=0.0).to(DTYPE))
         gl.thread_barrier()
         fence_async_shared()
         logits = warpgroup_mma(q1, k1.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
         logits = warpgroup_mma(q2, k2.index(0).permute((1, 0)), logits, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        x = device.scaled(logits, draft_scale, softcap, SOFTCAP)
+        x = device.scaled(logits, draft_scale * unit, softcap, SOFTCAP)
         j = j0 + n_logits
         sees = (t_logits < length)[:, None] & (j < limit)[None, :]
         sees = sees & device.allowed(
@@ -181,7 +219,7 @@ def latent_kernel(
         l_row = l_row * alpha + gl.sum(p, 1)
         m_i = m_new
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
-        acc = warpgroup_mma(gl.convert_layout(p.to(k.dtype.element_ty), WEIGHTS), k1.index(0), acc, is_async=True)
+        acc = warpgroup_mma(gl.convert_layout(p.to(DTYPE), WEIGHTS), k1.index(0), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
     if DRAFT != "dense":
         acc = acc * v_scale
