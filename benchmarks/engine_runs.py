@@ -31,7 +31,8 @@ from benchmarks.models.checkpoints import DEEPSEEK, EAGLE, EAGLE3, HERE, LLAMA
 # Shapes whose weights are made up: Llama-3.1-8B's, and DeepSeek-V3's attention with 16 heads in a narrow dense model.
 _LONG = {"max_position_embeddings": 131072}
 _LLAMA = Llama(4096, 14336, 32, 32, 8, 128).config() | _LONG | {"vocab_size": 128256, "rope_theta": 500000.0}
-_DEEPSEEK = DeepSeek(2048, 4096, 16, 16, 1536, moe_intermediate_size=512).config() | _LONG | {"vocab_size": 32000, "rope_scaling": None}
+_DEEPSEEK = DeepSeek(2048, 4096, 16, 16, 1536, moe_intermediate_size=512).config() | _LONG | {"vocab_size": 32000}
+_DEEPSEEK.pop("rope_scaling")
 SHAPES = {
     "llama8b": _LLAMA,
     "eagle8b": _LLAMA | {"num_hidden_layers": 1},
