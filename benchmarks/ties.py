@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,15 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+")
     rows = {row["name"]: row for path in parser.parse_args().results for row in map(json.loads, path.read_text().splitlines())}
     targets: dict[str, Target] = {}
-    worst = 0.0
+    worst, compared = 0.0, 0
     for name, row in rows.items():
         off = rows.get(name.rpartition("-")[0] + "-off")
-        if off is None or off is row or "prompts" not in row:
+        if off is row:
             continue
+        if off is None or "prompts" not in row or "prompts" not in off:
+            print(f"{name:36} left out: {'no record without FlashMap' if off is None else 'its prompts are not in the record'}")
+            continue
+        compared += 1
         if row["model"] not in targets:
             targets[row["model"]] = load_target(row["model"])
         found = partings(targets[row["model"]], off, row)
@@ -50,7 +55,9 @@ def main() -> None:
             f"{name:36} {len(row['prompts']) - len(found)} of {len(row['prompts'])} the same{'; gaps: ' if gaps else ''}{gaps}", flush=True
         )
         worst = max([worst, *(one.gap for one in found)])
-    print(f"the largest gap: {worst:.3f}")
+    if not compared:
+        sys.exit("no two records could be compared")
+    print(f"the largest gap: {worst:.3f}, over {compared} runs")
 
 
 @torch.no_grad()

@@ -191,7 +191,8 @@ def test_without_a_gpu_it_says_what_goes(options: list[str], named: list[str]) -
         (["--features", "speed"], ["speed", "imbalance"]),
         (["--draft", "nowhere"], ["--draft", "separate"]),
         (["--mask-layout", "csr"], ["--mask-layout", "packed"]),
-        (["--tune", "--json-out", "x.json", "--table", "x.json"], ["--table x.json", "another"]),
+        (["--tune", "--json-out", "x.json", "--table", "./x.json"], ["--table x.json", "another"]),
+        (["--tune", "--table", "x.jsonl"], ["--table x.jsonl", ".json"]),
     ],
 )
 def test_a_bad_value_is_one_line_that_names_what_is_accepted(on_a_gpu: None, options: list[str], named: list[str]) -> None:
@@ -212,7 +213,8 @@ def test_who_is_timed() -> None:
         who = command._participants(peers_, impl, "cache", "qlen", tune=tune)
         return who.impl, who.peers
 
-    every = tuple(name for name in registry.names() if name not in ("reference", "torch_dense"))
+    every = ("triton_splitkv", "fa3_tail", "fa3", "flashmla_tail")  # what a graph can hold
+    assert set(registry.names()) - set(every) == {"reference", "torch_dense", "flashinfer"}
     assert asked(None, None) == (("auto",), peers.DEFAULT)
     assert asked(None, None, tune=True) == (every, ("fa3", "fa3_cascade", "flashmla"))
     assert asked("all", "auto,all") == (("auto", *every), tuple(peers.PEERS))
@@ -277,3 +279,9 @@ def test_half_a_tune_replaces_no_table(on_a_gpu: None, monkeypatch: pytest.Monke
     result = CliRunner().invoke(app, ["bench", "--tune", "--table", str(tmp_path / "mine.json"), "--peers", "none"])
     assert "no table is written" in result.stderr and "--tune --results" in result.stderr
     assert not (tmp_path / "mine.json").exists()
+
+
+def test_a_tune_with_forced_kernels_is_refused_before_it_measures(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMAP_SPLITKV_WAVES", "1")
+    (line,) = invoke("--tune", code=2).stderr.splitlines()
+    assert "FLASHMAP_SPLITKV_WAVES" in line and "unset" in line

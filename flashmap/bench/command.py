@@ -6,6 +6,7 @@ cli.py adds it to the ``flashmap`` command. torch is imported when something is 
 from __future__ import annotations
 
 import json as jsonlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,8 +22,6 @@ from flashmap.bench.points import Point, Ratio, Shape
 if TYPE_CHECKING:
     from flashmap.bench.run import Bench, Participants
     from flashmap.core.tables import Table
-
-_UNTIMED = ("reference", "torch_dense")  # of ours: they are there to be right
 
 
 def bench(
@@ -67,8 +66,14 @@ def bench(
 
     if results and not tune:
         raise ValueError("--results goes with --tune: add it, or draw the files with --plot")
-    if table is not None and table in (*(results or ()), json_out):
+    if table is not None and any(table.resolve() == file.resolve() for file in (*(results or ()), json_out) if file is not None):
         raise ValueError(f"--table {table} is the file of the results: write the table to another one")
+    if tune and not results:
+        forcing = tuning.forcing(os.environ)
+        if forcing:
+            raise ValueError(f"--tune with {', '.join(forcing)}: unset them, a table is of what a process does without")
+        if table is not None and table.suffix == ".jsonl":
+            raise ValueError(f"--table {table}: results are written beside the table with that ending, name it .json")
     if tune and results:
         _write_table(tuning.derive(tuning.read(results)), table, json)
         return
@@ -139,7 +144,7 @@ def _participants(peers: str | None, impl: str | None, draft: str, layout: str, 
     peers = (",".join(LIBRARIES if tune else registry_of_peers.DEFAULT)) if peers is None else peers
     impl = ("all" if tune else "auto") if impl is None else impl
     theirs = _names("--peers", peers, tuple(registry_of_peers.PEERS), tuple(registry_of_peers.PEERS))
-    timed = tuple(name for name in registry.names() if name not in _UNTIMED)
+    timed = tuple(name for name in registry.names() if registry.get(name).capability.capturable)  # times are those of graphs
     ours = _names("--impl", impl, timed, ("auto", *registry.names()))
     _all_of("--draft", [draft], ("cache", "separate"))
     _all_of("--mask-layout", [layout], ("qlen", "full", "packed"))

@@ -32,8 +32,6 @@ LEFT = (
 # Results of before 2026-12-01 leave these facts out: one H200, and one kernel that the automatic choice could take.
 _UNSAID: dict[str, Any] = {"impl": "triton_splitkv", "capability": (9, 0), "sm_count": 132}
 
-_FORCING = ("FLASHMAP_SPLITKV_", "FLASHMAP_FA3_")  # variables that change what an implementation does
-
 # {(shape, cache, mask, requests, tokens): {cached tokens: {candidate: µs}}}
 _Times: TypeAlias = dict[tuple[str, str, str, int, int], dict[int, dict[str, float]]]
 
@@ -72,9 +70,10 @@ def derive(runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Table:
                 continue
             if facts and record["gpu"] != facts["gpu"]:
                 raise ValueError(f"{file} is of {record['gpu']!r}, not of {facts['gpu']!r}: a table is of one GPU")
-            forced = [variable for variable in record.get("variables", ()) if variable.startswith(_FORCING)]
-            if forced:
-                raise ValueError(f"{file} was measured with {', '.join(forced)}: a table is of what a process does where they are not set")
+            if forcing(record.get("variables", ())):
+                raise ValueError(
+                    f"{file} was measured with {', '.join(forcing(record['variables']))}: a table is of what a process does where they are not set"
+                )
             facts = record
             versions |= {name: record["version"]} | {part: record[part] for part in ("torch", "triton", "driver", "commit")}
             key = (record["shape"], record["kv"], record["mask"], record["bs"], record["L"])
@@ -96,6 +95,11 @@ def derive(runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Table:
         classes=tuple(sorted(classes, key=lambda c: (c.latent, c.shape, c.kv, c.mask, c.requests, c.tokens))),
         left=LEFT,
     )
+
+
+def forcing(variables: Iterable[str]) -> list[str]:
+    """Those that change what an implementation does."""
+    return [name for name in variables if name.startswith(("FLASHMAP_SPLITKV_", "FLASHMAP_FA3_"))]
 
 
 @dataclass(frozen=True, slots=True)

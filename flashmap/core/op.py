@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -88,18 +89,26 @@ def prepare(request: VerifyRequest, limits: Limits, *, device: torch.device | st
         impl: as in :func:`verify_attention`.
 
     Returns:
-        The name of the implementation that was prepared.
+        The name of the implementation that serves ``limits.max_requests`` requests. Where others serve smaller batches, they
+        are prepared too.
 
     Raises:
         Declined: none may serve the request. ValueError: ``impl`` is not registered.
     """
     where = torch.device(device)
     with on_device(where):
-        policy = dispatch.Policy.from_env(impl)
-        decision = dispatch.decide(request, DeviceInfo.of(where), policy)
+        policy, info = dispatch.Policy.from_env(impl), DeviceInfo.of(where)
+        decision = dispatch.decide(replace(request, num_requests=limits.max_requests), info, policy)
         if decision.winner is None:
             raise Declined(policy.impl or "prepare", decision.reasons)
-        registry.get(decision.winner).prepare(request, limits, where)
+        sizes = {decision.winner: limits.max_requests}
+        if policy.impl is None:
+            sizes = {
+                dispatch.decide(replace(request, num_requests=n), info, policy).winner or "": n for n in range(1, limits.max_requests + 1)
+            }
+        for name, most in sizes.items():
+            if name:
+                registry.get(name).prepare(replace(request, num_requests=most), replace(limits, max_requests=most), where)
     return decision.winner
 
 

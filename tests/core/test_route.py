@@ -57,3 +57,18 @@ def test_prepare_prepares_what_a_call_will_choose(monkeypatch):
     monkeypatch.setattr(type(registry.get("reference")), "prepare", lambda self, *_: prepared.append(self.name))
     request = VerifyRequest.of(**build(Case("any")))
     assert prepare(request, Limits(1, 4, 64), device="cpu") == "reference" and prepared == ["reference"]
+
+
+def test_each_implementation_that_serves_some_size_of_batch_is_prepared(monkeypatch):
+    """A table may prefer one for few requests and another for many, and engines capture a graph for each."""
+    prepared = []
+    order = lambda request, *_: ("reference" if request.num_requests <= 3 else "torch_dense",)  # noqa: E731
+    monkeypatch.setattr(dispatch, "preference", order)
+    for name in ("reference", "torch_dense"):
+        note = lambda self, request, limits, _: prepared.append((self.name, request.num_requests, limits.max_requests))  # noqa: E731
+        monkeypatch.setattr(type(registry.get(name)), "prepare", note)
+    request = VerifyRequest.of(**build(Case("any")))
+    assert prepare(request, Limits(8, 4, 64), device="cpu") == "torch_dense"
+    assert sorted(prepared) == [("reference", 3, 3), ("torch_dense", 8, 8)]
+    prepared.clear()
+    assert prepare(request, Limits(8, 4, 64), device="cpu", impl="reference") == "reference" and prepared == [("reference", 8, 8)]
