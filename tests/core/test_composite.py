@@ -284,7 +284,7 @@ def test_asking_loads_nothing() -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Scratch:
     """Scratch that no call has used."""
     scratch = Scratch(torch.device("cpu"))
-    monkeypatch.setattr(launch, "scratch_of", lambda device: scratch)
+    monkeypatch.setattr(launch.scratch, "scratch_of", lambda device: scratch)
     return scratch
 
 

@@ -16,15 +16,14 @@ import torch
 from flashmap import env
 from flashmap.core.implementations.composite import kernels
 from flashmap.core.implementations.probing import Attend
+from flashmap.core.implementations.triton_shared import scratch
 from flashmap.core.implementations.triton_shared.arguments import (
     cache_strides,
-    current_stream,
     empty_call,
     indexed,
     mask_arguments,
     or_unused,
 )
-from flashmap.core.implementations.triton_shared.scratch import scratch_of
 from flashmap.core.implementations.triton_shared.shapes import head_split, power_of_two
 from flashmap.core.inputs import Call, PagedKV
 from flashmap.core.interface import Reason
@@ -53,36 +52,29 @@ class Plan:
 
 
 def run(call: Call, name: str, attend: Attend) -> None:
-    """Launch. Allocates only when a stream first needs this much scratch, which ``not_ready`` rules out under capture."""
-    device = DeviceInfo.of(call.q.device)
     if name == "fa3" and not _aligned(call.out):
         name = "fa3_tail"  # which writes out itself
-    plan = _plan(call.request, replace(device, capturing=False) if device.capturing else device, name)
-    scratch = scratch_of(call.q.device)
-    memory = scratch.take(plan.scratch, current_stream(call.q.device), capturing=device.capturing)
-    assert memory is not None, "select() asks not_ready() before a call under capture"
-    if not device.capturing:
-        scratch.reserve(plan.scratch)
-    _RUN[name](call, plan, memory, attend)
+    plan = _plan_of(call, name)
+    _RUN[name](call, plan, scratch.take(call, plan.scratch), attend)
 
 
 def not_ready(call: Call, name: str) -> tuple[Reason, ...]:
-    """Scratch that a captured call lacks."""
-    plan = _plan(call.request, replace(DeviceInfo.of(call.q.device), capturing=False), name)
-    if scratch_of(call.q.device).holds(plan.scratch, current_stream(call.q.device)):
-        return ()
-    text = f"a graph is being captured and the stream has no scratch of {plan.scratch * 4} bytes"
-    return (Reason("scratch", text, "call prepare(), or the op once with the same shapes, before the capture"),)
+    return scratch.lacking(call, _plan_of(call, name).scratch)
 
 
 def prepare(request: VerifyRequest, limits: Limits, device: torch.device, name: str, attend: Attend) -> None:
     """Reserve scratch for the worst call within ``limits``; compile, and let the library load its kernels, by calls that are empty."""
     device, info = indexed(device), replace(DeviceInfo.of(device), capturing=False)
     longest = replace(request, num_requests=limits.max_requests, max_query_len=max(limits.max_query_len, request.max_query_len))
-    scratch_of(device).reserve(_plan(longest, info, name).scratch)
+    scratch.scratch_of(device).reserve(_plan(longest, info, name).scratch)
     pages = -(-limits.max_kv_len // request.page_size)  # the library's choice of kernels depends on the width of the table
     for requests in (*range(1, limits.max_requests, _PLANNED_TOGETHER), limits.max_requests):
         run(empty_call(replace(request, num_requests=requests), device, pages=pages), name, attend)
+
+
+def _plan_of(call: Call, name: str) -> Plan:
+    device = DeviceInfo.of(call.q.device)
+    return _plan(call.request, replace(device, capturing=False) if device.capturing else device, name)
 
 
 @functools.lru_cache(maxsize=4096)

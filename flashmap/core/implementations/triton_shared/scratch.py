@@ -12,6 +12,11 @@ import threading
 
 import torch
 
+from flashmap.core.implementations.triton_shared.arguments import current_stream
+from flashmap.core.inputs import Call
+from flashmap.core.interface import Reason
+from flashmap.core.request import DeviceInfo
+
 logger = logging.getLogger(__name__)
 COUNTERS = 1024  # int32 before each buffer: 0 when it is taken for the first time, and whoever counts there leaves 0
 
@@ -76,6 +81,24 @@ class Scratch:
         memory = torch.empty(COUNTERS + size, dtype=torch.float32, device=self._device)
         memory[:COUNTERS].zero_()
         return memory[COUNTERS:]
+
+
+def take(call: Call, size: int) -> torch.Tensor:
+    """The buffer of ``call``'s stream. Allocates only when the stream first needs this much, which ``lacking`` rules out under capture."""
+    device, scratch = DeviceInfo.of(call.q.device), scratch_of(call.q.device)
+    buffer = scratch.take(size, current_stream(call.q.device), capturing=device.capturing)
+    assert buffer is not None, "select() asks not_ready() before a call under capture"
+    if not device.capturing:
+        scratch.reserve(size)
+    return buffer
+
+
+def lacking(call: Call, size: int) -> tuple[Reason, ...]:
+    """What a captured call of ``size`` lacks: a buffer, or nothing."""
+    if scratch_of(call.q.device).holds(size, current_stream(call.q.device)):
+        return ()
+    text = f"a graph is being captured and the stream has no scratch of {size * 4} bytes"
+    return (Reason("scratch", text, "call prepare(), or the op once with the same shapes, before the capture"),)
 
 
 _scratch: dict[torch.device, Scratch] = {}

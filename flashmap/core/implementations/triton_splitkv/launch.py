@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
+from flashmap.core.implementations.triton_shared import scratch
 from flashmap.core.implementations.triton_shared.arguments import (
     cache_strides,
-    current_stream,
     empty_call,
     indexed,
     mask_arguments,
     or_unused,
 )
-from flashmap.core.implementations.triton_shared.scratch import COUNTERS, scratch_of
 from flashmap.core.implementations.triton_splitkv import kernels
 from flashmap.core.implementations.triton_splitkv.config import Config, config_for, overrides, request_block
 from flashmap.core.inputs import Call, PagedKV
@@ -43,24 +42,12 @@ class Plan:
 
 
 def run(call: Call) -> None:
-    """Launch. Allocates only when a stream first needs this much scratch, which ``not_ready`` rules out under capture."""
-    device = DeviceInfo.of(call.q.device)
-    plan = _plan(call.request, replace(device, capturing=False) if device.capturing else device)
-    scratch = scratch_of(call.q.device)
-    parts = scratch.take(plan.partials, current_stream(call.q.device), capturing=device.capturing)
-    assert parts is not None, "select() asks not_ready() before a call under capture"
-    if not device.capturing:
-        scratch.reserve(plan.partials)
-    _launch(call, plan, parts)
+    plan = _plan_of(call)
+    _launch(call, plan, scratch.take(call, plan.partials))
 
 
 def not_ready(call: Call) -> tuple[Reason, ...]:
-    """Scratch that a captured call lacks."""
-    plan = _plan(call.request, replace(DeviceInfo.of(call.q.device), capturing=False))
-    if scratch_of(call.q.device).holds(plan.partials, current_stream(call.q.device)):
-        return ()
-    text = f"a graph is being captured and the stream has no scratch of {plan.partials * 4} bytes"
-    return (Reason("scratch", text, "call prepare(), or the op once with the same shapes, before the capture"),)
+    return scratch.lacking(call, _plan_of(call).partials)
 
 
 def prepare(request: VerifyRequest, limits: Limits, device: torch.device) -> None:
@@ -68,7 +55,7 @@ def prepare(request: VerifyRequest, limits: Limits, device: torch.device) -> Non
     device, info = indexed(device), replace(DeviceInfo.of(device), capturing=False)
     worst = replace(request, num_requests=limits.max_requests, max_kv_len=None)
     sizes = [_plan(replace(worst, max_query_len=length), info).partials for length in range(1, limits.max_query_len + 1)]
-    scratch_of(device).reserve(max(sizes))
+    scratch.scratch_of(device).reserve(max(sizes))
     nothing = torch.empty(1, dtype=torch.float32, device=device)
     compiled = set()
     for requests in range(1, limits.max_requests + 1):
@@ -78,6 +65,11 @@ def prepare(request: VerifyRequest, limits: Limits, device: torch.device) -> Non
         if kernels_of not in compiled:
             compiled.add(kernels_of)
             _launch(empty_call(some, device), plan, nothing)
+
+
+def _plan_of(call: Call) -> Plan:
+    device = DeviceInfo.of(call.q.device)
+    return _plan(call.request, replace(device, capturing=False) if device.capturing else device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,7 +83,7 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
     launched = config.launched_splits(request, device.sm_count)
     splits = launched > request.num_requests and config.max_splits > 1
     arrivals = request.num_requests * request.kv_heads * config.row_blocks
-    last_merges = splits and config.last_merges and arrivals <= COUNTERS
+    last_merges = splits and config.last_merges and arrivals <= scratch.COUNTERS
     partials = launched * request.kv_heads * rows
     shared = dict(
         HKV=request.kv_heads,
