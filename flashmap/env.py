@@ -134,7 +134,6 @@ VARIABLES: dict[str, Variable] = {
             None,
             "triton_splitkv: 1: the last program of a request merges, and no second kernel",
         ),
-        Variable("FLASHMAP_SPLITKV_FP16", _flag, _FLAG, None, "triton_splitkv: 1: an fp8 cache is multiplied in fp16 where q is bf16"),
         Variable("FLASHMAP_PEERS", _name, "a folder", None, "`flashmap bench`: look for peers here too (benchmarks/pack_peers.py)"),
         Variable("FLASHMAP_COMMIT", _name, "a commit", None, "`flashmap bench`: what results say of a checkout without .git"),
     )

@@ -5,7 +5,6 @@ replaced by one that names the target; launches become ``warmup`` calls, which c
 """
 
 import json
-import os
 import re
 import subprocess
 import tempfile
@@ -33,16 +32,16 @@ REQUESTS = {
     "gqa 68 rows tree": replace(GQA, max_query_len=17, mask="qlen"),
     "gqa d256": replace(GQA, head_dim=256, v_head_dim=256, max_query_len=9, **EVERYTHING),
     "gqa fp8": replace(GQA, kv_dtype="fp8_e4m3", draft="dense", scales="device"),
+    "gqa fp8 68 rows": replace(GQA, kv_dtype="fp8_e5m2", max_query_len=17, mask="qlen"),
+    "gqa d80 fp8": replace(GQA, head_dim=80, v_head_dim=80, kv_dtype="fp8_e4m3"),
+    "gqa d96 fp8": replace(GQA, head_dim=96, v_head_dim=96, kv_dtype="fp8_e4m3"),
     "gqa of any alignment": replace(GQA, head_dim=72, v_head_dim=72, kv_dtype="fp8_e4m3", scales="device", aligned=False),
     "mla": MLA,
     "mla tree": replace(MLA, max_query_len=17, mask="full", draft="dense"),
-    "mla fp8": replace(MLA, kv_dtype="fp8_e5m2", scales="host"),
+    "mla fp8": replace(MLA, kv_dtype="fp8_e4m3", scales="device", mask="qlen", max_query_len=17),
+    "mla fp8 dense draft": replace(MLA, kv_dtype="fp8_e5m2", scales="host", draft="dense"),
 }
 # For a composite implementation, whose library's result is made up.
-IN_FP16 = {  # with FLASHMAP_SPLITKV_FP16
-    "gqa fp8 in fp16": replace(GQA, kv_dtype="fp8_e4m3", scales="device"),
-    "mla fp8 in fp16": replace(MLA, kv_dtype="fp8_e4m3", scales="device", mask="qlen", max_query_len=17),
-}
 TAILS = {
     "tail gqa tree": ("fa3_tail", replace(GQA, max_query_len=17, mask="qlen")),
     "tail gqa everything": ("fa3_tail", replace(GQA, head_dim=192, mask="full", kv_start=True, sinks=True, return_lse=True, draft="dense")),
@@ -80,7 +79,7 @@ def compile_request(request: VerifyRequest) -> dict:
         "config": asdict(plan.config),
         "shared": split.binary.metadata.shared,
         "estimate": config.shared_memory(plan.config, request),
-        "merge_shared": merge.binary.metadata.shared,
+        "merges": merge.binary is not None,
         **assemble(split.binary.asm["ptx"]),
     }
 
@@ -140,10 +139,6 @@ if __name__ == "__main__":
         )
     )
     for name, request in REQUESTS.items():
-        print(json.dumps({"name": name, **compile_request(request)}), flush=True)
-    os.environ["FLASHMAP_SPLITKV_FP16"] = "1"
-    launch._plan.cache_clear()
-    for name, request in IN_FP16.items():
         print(json.dumps({"name": name, **compile_request(request)}), flush=True)
     for name, (implementation, request) in TAILS.items():
         print(json.dumps({"name": name, **compile_tail(implementation, request)}), flush=True)

@@ -16,12 +16,14 @@ NAMES = (
     "gqa 68 rows tree",
     "gqa d256",
     "gqa fp8",
+    "gqa fp8 68 rows",
+    "gqa d80 fp8",
+    "gqa d96 fp8",
     "gqa of any alignment",
     "mla",
     "mla tree",
     "mla fp8",
-    "gqa fp8 in fp16",
-    "mla fp8 in fp16",
+    "mla fp8 dense draft",
 )
 TAILS = {
     "tail gqa tree": ["lengths_kernel", "tail_kernel"],
@@ -50,7 +52,7 @@ def test_shared_memory_is_what_the_configuration_counted(compiled: dict[str, dic
     assert row["shared"] <= limit
     if row["config"]["kernel"] == "split":
         assert row["shared"] <= row["estimate"] <= limit
-        if "any alignment" not in name:  # nothing is copied ahead there
+        if name in ("gqa", "gqa 68 rows tree", "gqa d256", "gqa fp8"):  # what else is padded, or not copied ahead, takes less
             assert row["estimate"] <= row["shared"] * 1.25 + 2048
 
 
@@ -59,7 +61,7 @@ def test_gqa_spills_nothing(compiled: dict[str, dict], name: str) -> None:
     assert compiled[name]["spilled"] == 0
 
 
-@pytest.mark.parametrize("name", ["mla", "mla tree", "mla fp8 in fp16"])
+@pytest.mark.parametrize("name", ["mla", "mla tree", "mla fp8"])
 def test_latent_kernel_keeps_its_products_in_flight(compiled: dict[str, dict], name: str) -> None:
     """ptxas gives up overlapping warpgroup products, silently but for a note, when their registers are touched too early."""
     assert compiled[name]["config"]["kernel"] == "latent_sm90"

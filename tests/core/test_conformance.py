@@ -54,12 +54,13 @@ def test_longer_than_one_block(page_size: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs it, compiled")
-def test_the_last_program_merges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grid's fp32 cases with FLASHMAP_SPLITKV_LAST_MERGES: no second kernel, and the counters are 0 when a launch has ended."""
+@pytest.mark.parametrize("last_merges", [False, True])
+def test_both_ways_to_merge(monkeypatch: pytest.MonkeyPatch, last_merges: bool) -> None:
+    """The grid's fp32 cases: a second kernel merges, or the last program, whose counters are 0 again when a launch has ended."""
     from flashmap.core.implementations.triton_shared.scratch import COUNTERS, Scratch
     from flashmap.core.implementations.triton_splitkv import launch
 
-    for name, value in (("LAST_MERGES", "1"), ("MIN_CHUNK", "16"), ("BLOCK_N", "16")):
+    for name, value in (("LAST_MERGES", str(int(last_merges))), ("MIN_CHUNK", "16"), ("BLOCK_N", "16")):
         monkeypatch.setenv(f"FLASHMAP_SPLITKV_{name}", value)
     plans, plan_of, taken = [], launch._plan.__wrapped__, []
     take = Scratch.take
@@ -68,7 +69,8 @@ def test_the_last_program_merges(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in GRID:
         if case.dtype == "fp32":
             assert_conforms("triton_splitkv", case)
-    assert sum(plan.constants["LAST_MERGES"] for plan in plans) > len(plans) // 2
-    assert not any(plan.constants["LAST_MERGES"] and plan.merges for plan in plans)
+    splits = [plan for plan in plans if plan.partials > 1]
+    assert len(splits) > len(plans) // 2
+    assert all(plan.constants["LAST_MERGES"] is last_merges and plan.merges is not last_merges for plan in splits)
     memory = torch.cat([torch.empty(0).set_(parts.untyped_storage())[:COUNTERS] for parts in taken])
     assert not memory.view(torch.int32).any()

@@ -30,7 +30,6 @@ GOOD = {
     "FLASHMAP_SPLITKV_WARPS": [("8", 8)],
     "FLASHMAP_SPLITKV_STAGES": [("3", 3)],
     "FLASHMAP_SPLITKV_LAST_MERGES": [("1", True), ("off", False)],
-    "FLASHMAP_SPLITKV_FP16": [("1", True), ("no", False)],
 }
 BAD = {
     "FLASHMAP_DISABLE": ["maybe", "2"],
@@ -43,7 +42,6 @@ BAD = {
     "FLASHMAP_SPLITKV_WARPS": ["3", "32"],
     "FLASHMAP_SPLITKV_STAGES": ["0"],
     "FLASHMAP_SPLITKV_LAST_MERGES": ["2"],
-    "FLASHMAP_SPLITKV_FP16": ["2"],
 }
 
 

@@ -129,12 +129,27 @@ def test_scratch_that_a_graph_points_at_is_kept() -> None:
     assert scratch.take(950, 1, capturing=True) is not None and scratch.take(950, 3, capturing=True) is None
 
 
-def test_fp16_brings_fp8_latent_caches_to_the_hopper_kernel() -> None:
+def test_fp8_latent_caches_go_to_the_hopper_kernel() -> None:
     """But for draft tokens that are not in the cache: bf16 may not fit into fp16."""
     fp8 = replace(MLA, kv_dtype="fp8_e4m3", scales="device")
-    kernels = [
-        getattr(config_for(r, H200, {"fp16": 1}), "kernel", None) for r in (fp8, replace(fp8, draft="slots"), replace(fp8, draft="dense"))
-    ]
-    assert kernels == ["latent_sm90", "latent_sm90", "split"]
-    found = config_for(fp8, H200)
-    assert found is not None and found.kernel == "split" and not found.fp16
+    found = [config_for(r, H200) for r in (fp8, replace(fp8, draft="slots"), replace(fp8, draft="dense"))]
+    assert [config and config.kernel for config in found] == ["latent_sm90", "latent_sm90", "split"]
+
+
+@pytest.mark.parametrize(
+    ("change", "pairs"),
+    [
+        ({}, True),
+        ({"kv_dtype": "fp8_e5m2", "dtype": "fp16"}, True),
+        ({"kv_dtype": "bf16"}, False),
+        ({"dtype": "fp32"}, False),
+        ({"aligned": False}, False),
+        ({"head_dim": 80}, False),  # 64 + 16, and half of 16 columns are too few for a product
+        ({"head_dim": 96, "v_head_dim": 65}, False),
+        ({"head_dim": 96}, True),
+        ({"head_dim": 16, "v_head_dim": 16}, False),
+    ],
+)
+def test_which_fp8_caches_are_read_in_pairs_of_columns(change: dict[str, Any], pairs: bool) -> None:
+    found = config_for(replace(GQA, **{"kv_dtype": "fp8_e4m3", **change}), H200)
+    assert found is not None and found.pairs is pairs

@@ -68,7 +68,7 @@ def test_full_grid(case: Case) -> None:
     conforms(KERNEL, case)
 
 
-@pytest.fixture(params=["LAST_MERGES", "FP16"])
+@pytest.fixture(params=["LAST_MERGES"])
 def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What the configuration does not choose by itself yet."""
     from flashmap.core.implementations.triton_splitkv import launch
@@ -81,8 +81,6 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.mark.parametrize("case", [case for case in FULL if case.dtype == "bf16"], ids=str)
 def test_full_grid_forced(forced: str, case: Case) -> None:
-    if forced == "FP16" and case.kv_dtype is None:
-        pytest.skip("of fp8 caches alone")
     conforms(KERNEL, case)
 
 

@@ -158,12 +158,12 @@ def tail_kernel(
             stride_mask, MASK, MASK_INDPTR, MASK_STRIDE, BLOCK_L,
         )  # fmt: skip
         logits = tl.where(sees, device.scaled(logits, scale, 0.0, False), float("-inf"))
-        p, m_i, l_i, acc = device.softmax(logits, m_i, l_i, acc, True)
+        p, alpha, m_i, l_i = device.softmax(logits, m_i, l_i, True)
         if LATENT:
             values = k1
         else:
             values = tl.load(v_rows + dv[None, :], mask=exists[:, None] & (dv < DV)[None, :], other=0.0)
-        acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
 
     column_ok = row_ok[:, None] & (dv < DV)[None, :]
     if PREFIX:

@@ -4,11 +4,14 @@ The functions create no tensors of their own but get index vectors from the kern
 Gluon: Gluon's carry a layout.
 """
 
+import os
+
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter has no machine instructions
 
 
 @triton.jit
@@ -37,6 +40,39 @@ def columns(rows, d, END: tl.constexpr, BLOCK_END: tl.constexpr, dtype: tl.const
 
 
 @triton.jit
+def pairs(rows, words, END: tl.constexpr, BLOCK_END: tl.constexpr):
+    """Columns 2 * words and 2 * words + 1 of the fp8 rows at ``rows`` [n, 1], each as fp16; those from END on are 0.
+
+    They are read as 16-bit words, as tensor cores get their operands transposed in words and not in bytes.
+    """
+    at = rows.to(tl.pointer_type(tl.int16), bitcast=True) + words[None, :]
+    if END == BLOCK_END:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=(2 * words < END)[None, :], other=0)
+    if INTERPRETED:
+        fp8: tl.constexpr = rows.dtype.element_ty
+        even = x.to(tl.int8).to(fp8, bitcast=True).to(tl.float16)
+        odd = (x >> 8).to(tl.int8).to(fp8, bitcast=True).to(tl.float16)
+    elif rows.dtype.element_ty == tl.float8e5:  # the upper half of an fp16
+        even, odd = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
+            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:  # two columns of one row become an fp16 pair, and pairs of two rows change halves
+        even, odd = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high; .reg .b32 first, second;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 first, low;
+            cvt.rn.f16x2.e4m3x2 second, high;
+            prmt.b32 $0, first, second, 0x5410;
+            prmt.b32 $1, first, second, 0x7632; }""",
+            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return even, odd
+
+
+@triton.jit
 def scaled(logits, scale, softcap, SOFTCAP: tl.constexpr):
     """Base-2 logits: scaled, soft-capped (tanh by exp2, which saturates without overflow), times log2 e."""
     if SOFTCAP:
@@ -48,15 +84,15 @@ def scaled(logits, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def softmax(logits, m_i, l_i, acc, MAY_BE_EMPTY: tl.constexpr):
-    """One step of the online softmax: (weights, maximum, denominator, rescaled accumulator)."""
+def softmax(logits, m_i, l_i, MAY_BE_EMPTY: tl.constexpr):
+    """One step of the online softmax: (weights, factor of what was accumulated before, maximum, denominator)."""
     m_new = tl.maximum(m_i, tl.max(logits, 1))
     base = m_new
     if MAY_BE_EMPTY:
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = tl.exp2(m_i - base)
     p = tl.exp2(logits - base[:, None])
-    return p, m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None]
+    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
 
 
 @triton.jit

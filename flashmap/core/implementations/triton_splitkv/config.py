@@ -31,9 +31,10 @@ class Config:
         min_chunk: fewest keys in a split; max_splits: most splits of a request.
         span, rest: the head dimension in two dots, of the first ``span`` columns and of ``rest`` (padded; 0: none).
         d1, dv: ``span`` and the value dimension, padded to powers of two.
-        block_s, merge_warps: splits that the merge reads at once, and its warps.
-        fp16: an fp8 prefix is multiplied in fp16 although q is bf16. Not measured yet, so only where it is forced.
-        last_merges: no second kernel, but the last of a request's programs merges. Not measured yet, so only where it is forced.
+        merged, block_s, merge_warps: rows of a program of the merge, splits that it reads at once, and its warps.
+        registers: most of a thread, where what the compiler chooses for itself is too few; None: it chooses.
+        pairs: an fp8 prefix is read as 16-bit words and multiplied in fp16, also where q is bf16.
+        last_merges: no second kernel, but the last of a request's programs merges: where it gets two splits at most, on average.
         pdl: programmatic dependent launch, by which the merge starts before the split kernel ends.
     """
 
@@ -51,9 +52,11 @@ class Config:
     d1: int
     rest: int
     dv: int
+    merged: int
     block_s: int
     merge_warps: int
-    fp16: bool
+    registers: int | None
+    pairs: bool
     last_merges: bool
     pdl: bool
 
@@ -94,14 +97,21 @@ class _Tuned:
     waves: int
     min_chunk: int
     requests: int = 1 << 30
+    registers: int | None = None
 
 
 # Measured on one H200 with torch 2.11.0+cu130 and Triton 3.6.0, bf16, page 64: benchmarks/results/.
 _TABLE: dict[str, tuple[_Tuned, ...]] = {
     "gqa": (
         _Tuned(16, 64, 4, 5, 2, 128, requests=16),
-        _Tuned(16, 128, 4, 3, 2, 128),
+        _Tuned(16, 128, 4, 3, 2, 128, registers=255),
         _Tuned(32, 64, 4, 5, 2, 128),
+        _Tuned(64, 64, 4, 5, 2, 128, registers=255),
+    ),
+    "gqa_fp8": (
+        _Tuned(16, 64, 4, 5, 2, 128, requests=4),
+        _Tuned(16, 128, 4, 5, 2, 128, registers=255),
+        _Tuned(32, 128, 4, 3, 2, 128, registers=255),
         _Tuned(64, 64, 4, 5, 2, 128),
     ),
     "mla": (
@@ -120,13 +130,14 @@ def config_for(request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, 
     forced = forced or {}
     rows = request.group * max(request.max_query_len, 1)
     span, d1, rest, dv = head_split(request)
-    if _has_latent_sm90(request, device, fp16=bool(forced.get("fp16"))) and not forced.keys() & {"block_n", "warps", "stages"}:
+    if _has_latent_sm90(request, device) and not forced.keys() & {"block_n", "warps", "stages"}:
         kind = "latent_sm90"
     else:
-        kind = "fp32" if request.dtype == "fp32" else "mla" if request.latent else "gqa"
+        kind = "fp32" if request.dtype == "fp32" else "mla" if request.latent else "gqa_fp8" if _has_pairs(request) else "gqa"
     tuned = _pick(_TABLE[kind], rows, request.num_requests)
     m = tuned.rows
     block_n = forced.get("block_n", tuned.block_n)
+    merged = _merged(request.num_requests * request.kv_heads * rows)
     config = Config(
         kernel="latent_sm90" if kind == "latent_sm90" else "split",
         m=m,
@@ -142,13 +153,19 @@ def config_for(request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, 
         d1=d1,
         rest=rest,
         dv=dv,
-        block_s=max(8, min(16, 2048 // dv)),
+        merged=merged,
+        block_s=16 // merged if merged > 1 else max(8, min(16, 2048 // dv)),
         merge_warps=4 if dv >= 256 else 2,
-        fp16=bool(forced.get("fp16")) and request.dtype == "bf16" and request.kv_dtype.startswith("fp8"),
-        last_merges=bool(forced.get("last_merges")) and kind != "latent_sm90",
+        registers=None if "warps" in forced else tuned.registers,
+        pairs=_has_pairs(request),
+        last_merges=False,
         pdl=device.type == "cuda" and device.capability >= (9, 0) and device.has_triton(3, 6),
     )
-    return config if device.type != "cuda" or kind == "latent_sm90" else _fit(config, request, device, forced)
+    if kind == "latent_sm90":
+        return config
+    few = config.target(request.kv_heads, device.sm_count) <= 2 * request.num_requests and not request.latent
+    config = replace(config, last_merges=bool(forced.get("last_merges", few)))
+    return config if device.type != "cuda" else _fit(config, request, device, forced)
 
 
 def request_block(num_requests: int) -> int:
@@ -167,17 +184,35 @@ def _pick(table: tuple[_Tuned, ...], rows: int, requests: int) -> _Tuned:
     return table[-1]
 
 
-def _has_latent_sm90(request: VerifyRequest, device: DeviceInfo, *, fp16: bool) -> bool:
+def _merged(rows: int) -> int:
+    """Rows of a program of the merge, of ``rows`` of all KV heads and requests: many programs wait for one another."""
+    return 1 if rows < 2048 else 2 if rows < 4096 else 4
+
+
+def _has_pairs(request: VerifyRequest) -> bool:
+    """Whether the columns of an fp8 cache can be read two by two: an address of a word is even, and a product takes 16 columns or more."""
+    _, d1, rest, _ = head_split(request)
+    return (
+        request.kv_dtype.startswith("fp8")
+        and request.dtype != "fp32"
+        and request.aligned
+        and request.head_dim % 2 == request.v_head_dim % 2 == 0
+        and d1 >= 32
+        and rest != 16
+    )
+
+
+def _has_latent_sm90(request: VerifyRequest, device: DeviceInfo) -> bool:
     """Whether latent_sm90.py serves the request: Hopper, DeepSeek's dimensions in 16 bits, no window, a Triton with its Gluon.
 
-    With ``fp16`` also an fp8 cache, if the draft tokens lie in it too: what lies elsewhere may not fit into fp16.
+    Also an fp8 cache, if the draft tokens lie in it too: what lies elsewhere may not fit into fp16.
     """
     return (
         device.type == "cuda"
         and device.capability[0] == 9
         and request.latent
         and (request.head_dim, request.v_head_dim) == (576, 512)
-        and (request.dtype == request.kv_dtype or (fp16 and request.kv_dtype.startswith("fp8") and request.draft != "dense"))
+        and (request.dtype == request.kv_dtype or (request.kv_dtype.startswith("fp8") and request.draft != "dense"))
         and request.dtype != "fp32"
         and request.window is None
         and request.aligned  # it copies 16 bytes at a time
@@ -221,11 +256,13 @@ def shared_memory(config: Config, request: VerifyRequest) -> int:
     tiles = ahead * config.block_n * columns * kv_size
     if kv_size != size:
         tiles += config.block_n * columns * size if warpgroup else config.block_l * config.dv * size
+    if config.pairs and warpgroup and config.last_merges:  # the two halves of the result are joined, while it is kept
+        tiles += config.m * config.dv * 4
     return query + weights + max(tiles, config.block_l * columns * size) + 1024
 
 
 def overrides() -> dict[str, int]:
     """The fields of Config that FLASHMAP_SPLITKV_* variables force. Read where a launch is planned: choosing is pure."""
-    names = ("waves", "max_splits", "min_chunk", "block_n", "warps", "stages", "fp16", "last_merges")
+    names = ("waves", "max_splits", "min_chunk", "block_n", "warps", "stages", "last_merges")
     found = {name: env.get(f"FLASHMAP_SPLITKV_{name.upper()}") for name in names}
     return {name: value for name, value in found.items() if value is not None}

@@ -8,7 +8,18 @@ import triton
 import triton.language as tl
 
 from flashmap.core.implementations.triton_shared import scratch
-from flashmap.core.implementations.triton_shared.device import LN2, LOG2E, allowed, columns, draft_rows, finish, lengths, scaled, softmax
+from flashmap.core.implementations.triton_shared.device import (
+    LN2,
+    LOG2E,
+    allowed,
+    columns,
+    draft_rows,
+    finish,
+    lengths,
+    pairs,
+    scaled,
+    softmax,
+)
 
 try:
     from triton.experimental.gluon.language import convert_layout
@@ -25,6 +36,7 @@ __all__ = [
     "draft_rows",
     "finish",
     "lengths",
+    "pairs",
     "power_of_two",
     "scaled",
     "schedule",

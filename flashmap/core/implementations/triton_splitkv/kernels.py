@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmap.core.implementations.triton_splitkv import device
-from flashmap.core.implementations.triton_splitkv.device import COUNTERS, LN2, LOG2E, VARYING
+from flashmap.core.implementations.triton_splitkv.device import COUNTERS, VARYING
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -35,7 +35,7 @@ def split_kernel(
     PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr, DRAFT: tl.constexpr, MASK: tl.constexpr,
     MASK_INDPTR: tl.constexpr, MASK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
     KV_START: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
-    K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr, FP16: tl.constexpr, LAST_MERGES: tl.constexpr, PRECISION: tl.constexpr,
+    K_SCALE_ON_DEVICE: tl.constexpr, V_SCALE_ON_DEVICE: tl.constexpr, PAIRS: tl.constexpr, LAST_MERGES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (h * ROW_BLOCKS + b, i): row block b of KV head h over the i-th split of the batch.
@@ -68,20 +68,23 @@ def split_kernel(
     if D2 > 0:
         d2 = SPAN + tl.arange(0, D2)
         q2 = tl.load(q_rows + d2[None, :], mask=row_ok[:, None] & (d2 < DK)[None, :], other=0.0)
-    # The prefix is multiplied in fp16 where that is the way out of fp8: to bf16 it is another, slow conversion of every element.
-    dtype: tl.constexpr = tl.float16 if FP16 else q.dtype.element_ty
-    p1 = q1
-    if D2 > 0:
-        p2 = q2
+    # An fp8 prefix is multiplied in fp16, which it becomes in one step: a query row in bf16 is divided by a power of two to fit.
     unit = 1.0
-    if FP16:
-        largest = tl.max(tl.abs(q1.to(tl.float32)), 1)
+    if PAIRS:
+        if q.dtype.element_ty == tl.bfloat16:
+            largest = tl.max(tl.abs(q1.to(tl.float32)), 1)
+            if D2 > 0:
+                largest = tl.maximum(largest, tl.max(tl.abs(q2.to(tl.float32)), 1))
+            unit = device.power_of_two(largest)[:, None]
+        p1, p1_odd = tl.split(tl.reshape((q1.to(tl.float32) / unit).to(tl.float16), [M, D1 // 2, 2]))
+        w1 = tl.arange(0, D1 // 2)
         if D2 > 0:
-            largest = tl.maximum(largest, tl.max(tl.abs(q2.to(tl.float32)), 1))
-        unit = device.power_of_two(largest)[:, None]
-        p1 = (q1.to(tl.float32) / unit).to(dtype)
+            p2, p2_odd = tl.split(tl.reshape((q2.to(tl.float32) / unit).to(tl.float16), [M, D2 // 2, 2]))
+            w2 = SPAN // 2 + tl.arange(0, D2 // 2)
+    else:
+        p1 = q1
         if D2 > 0:
-            p2 = (q2.to(tl.float32) / unit).to(dtype)
+            p2 = q2
 
     start = 0
     if KV_START:
@@ -116,7 +119,12 @@ def split_kernel(
 
     m_i = tl.full([M], float("-inf"), dtype=tl.float32)
     l_i = tl.zeros([M], dtype=tl.float32)
-    acc = tl.zeros([M, BLOCK_DV], dtype=tl.float32)
+    if PAIRS:
+        acc = tl.zeros([M, BLOCK_DV // 2], dtype=tl.float32)
+        acc_odd = tl.zeros([M, BLOCK_DV // 2], dtype=tl.float32)
+        wv = tl.arange(0, BLOCK_DV // 2)
+    else:
+        acc = tl.zeros([M, BLOCK_DV], dtype=tl.float32)
     n_offsets = tl.arange(0, BLOCK_N)
     k_head = k + h.to(tl.int64) * stride_kh
     v_head = v + h.to(tl.int64) * stride_vh
@@ -133,22 +141,40 @@ def split_kernel(
             pages = tl.load(table_row + key // PAGE_SIZE).to(tl.int64)
             k_rows = k_head + (pages * stride_kp + key % PAGE_SIZE * stride_kt)[:, None]
             v_rows = v_head + (pages * stride_vp + key % PAGE_SIZE * stride_vt)[:, None]
-        k1 = device.columns(k_rows, d1, SPAN, D1, dtype)
-        logits = tl.dot(p1, tl.trans(k1), input_precision=PRECISION)
-        if D2 > 0:
-            k2 = device.columns(k_rows, d2, DK, SPAN + D2, dtype)
-            logits = tl.dot(p2, tl.trans(k2), logits, input_precision=PRECISION)
+        if PAIRS:
+            k1, k1_odd = device.pairs(k_rows, w1, SPAN, D1)
+            logits = tl.dot(p1_odd, tl.trans(k1_odd), tl.dot(p1, tl.trans(k1)))
+            if D2 > 0:
+                k2, k2_odd = device.pairs(k_rows, w2, DK, SPAN + D2)
+                logits = tl.dot(p2_odd, tl.trans(k2_odd), tl.dot(p2, tl.trans(k2), logits))
+        else:
+            k1 = device.columns(k_rows, d1, SPAN, D1, q.dtype.element_ty)
+            logits = tl.dot(p1, tl.trans(k1), input_precision=PRECISION)
+            if D2 > 0:
+                k2 = device.columns(k_rows, d2, DK, SPAN + D2, q.dtype.element_ty)
+                logits = tl.dot(p2, tl.trans(k2), logits, input_precision=PRECISION)
         logits = device.scaled(logits, scale * k_scale * unit, softcap, SOFTCAP)
         visible = (n < prefix)[None, :]
         if WINDOW:
             visible = visible & (at[:, None] - (start + n)[None, :] <= window)
         logits = tl.where(visible, logits, float("-inf"))
-        p, m_i, l_i, acc = device.softmax(logits, m_i, l_i, acc, WINDOW)
-        if LATENT:
+        p, alpha, m_i, l_i = device.softmax(logits, m_i, l_i, WINDOW)
+        acc = acc * alpha[:, None]
+        if PAIRS:
             values = k1
+            values_odd = k1_odd
+            if not LATENT:
+                values, values_odd = device.pairs(v_rows, wv, DV, BLOCK_DV)
+            p = p.to(tl.float16)
+            acc = tl.dot(p, values, acc)
+            acc_odd = tl.dot(p, values_odd, acc_odd * alpha[:, None])
         else:
-            values = device.columns(v_rows, dv, DV, BLOCK_DV, dtype)
-        acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
+            values = k1
+            if not LATENT:
+                values = device.columns(v_rows, dv, DV, BLOCK_DV, q.dtype.element_ty)
+            acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, acc_odd), [M, BLOCK_DV])
 
     if PDL:
         gdc_launch_dependents()  # the merge may start, and works out the same schedule before it waits
@@ -159,7 +185,7 @@ def split_kernel(
     else:
         draft_scale = scale * k_scale
     tail = tl.where(i - first == splits - 1, length, 0)
-    if FP16:  # read again, rather than kept in registers over the loop
+    if PAIRS:  # read again, rather than kept in registers over the loop
         q1 = tl.load(q_rows + d1[None, :], mask=row_ok[:, None] & (d1 < SPAN)[None, :], other=0.0)
         if D2 > 0:
             q2 = tl.load(q_rows + d2[None, :], mask=row_ok[:, None] & (d2 < DK)[None, :], other=0.0)
@@ -191,12 +217,12 @@ def split_kernel(
                 at_j = start + prefix + j
             sees = sees & (at[:, None] - at_j[None, :] <= window)
         draft_logits = tl.where(sees, draft_logits, float("-inf"))
-        pd, m_i, l_i, acc = device.softmax(draft_logits, m_i, l_i, acc, True)
+        pd, alpha, m_i, l_i = device.softmax(draft_logits, m_i, l_i, True)
         if LATENT:
             draft_values = e1
         else:
             draft_values = tl.load(dv_rows + dv[None, :], mask=exists[:, None] & (dv < DV)[None, :], other=0.0).to(q.dtype.element_ty)
-        acc = tl.dot(pd.to(draft_values.dtype), draft_values, acc, input_precision=PRECISION)
+        acc = tl.dot(pd.to(draft_values.dtype), draft_values, acc * alpha[:, None], input_precision=PRECISION)
     if DRAFT != "dense":
         acc = acc * v_scale
 
@@ -248,13 +274,14 @@ split_kernel_of_any_alignment = triton.jit(
 def merge_kernel(
     out, lse, parts, lse_at, cu_q, lens, kv_start, sinks,
     num_requests, table_keys, window, target, min_tiles, max_splits, stride_ot, stride_oh,
-    HKV: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr, PAGED: tl.constexpr, DRAFT: tl.constexpr, WINDOW: tl.constexpr,
-    POSITIONS: tl.constexpr, KV_START: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr, PAGED: tl.constexpr, DRAFT: tl.constexpr,
+    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, KV_START: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (h * ROWS + row, r): the partial results of one row, weighted by their share of the softmax mass, in split order."""
-    h = tl.program_id(0) // ROWS
-    row = tl.program_id(0) % ROWS
+    """Program (h * blocks + b, r): the partial results of MERGED rows, weighted by their share of the softmax mass, in split order."""
+    blocks: tl.constexpr = (ROWS + MERGED - 1) // MERGED
+    h = tl.program_id(0) // blocks
+    rows = tl.program_id(0) % blocks * MERGED + tl.arange(0, MERGED)
     r = tl.program_id(1)
     first, splits = device.splits_of(
         r, tl.arange(0, BLOCK_R), tl.arange(0, 8), cu_q, lens, kv_start, num_requests, table_keys, window, target, min_tiles, max_splits,
@@ -265,32 +292,25 @@ def merge_kernel(
     if splits <= 1:
         return
     q_first, length, listed, prefix = device.lengths(cu_q, lens, r, table_keys, PAGED, DRAFT, r < num_requests)
-    t = row // G
-    head = h * G + row % G
-    if t >= length:
-        return
-
+    t = rows // G
+    row_ok = t < length  # and so below ROWS
     dv = tl.arange(0, BLOCK_DV)
-    m_i = float("-inf")
-    l_i = 0.0
-    if SINKS:
-        m_i = tl.load(sinks + head).to(tl.float32) * LOG2E
-        l_i = 1.0
-    acc = tl.zeros([BLOCK_DV], dtype=tl.float32)
+    m_i = tl.full([MERGED], float("-inf"), dtype=tl.float32)
+    l_i = tl.zeros([MERGED], dtype=tl.float32)
+    acc = tl.zeros([MERGED, BLOCK_DV], dtype=tl.float32)
     for s0 in range(0, splits, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
-        part = ((first + s).to(tl.int64) * HKV + h) * ROWS + row
-        part_m = tl.load(parts + lse_at + part, mask=s < splits, other=float("-inf"))
-        values = tl.load(parts + part[:, None] * DV + dv[None, :], mask=(s < splits)[:, None] & (dv < DV)[None, :], other=0.0)
+        inside = (s < splits)[:, None] & row_ok[None, :]
+        part = ((first + s).to(tl.int64) * HKV + h)[:, None] * ROWS + rows[None, :]
+        part_m = tl.load(parts + lse_at + part, mask=inside, other=float("-inf"))
+        values = tl.load(parts + part[:, :, None] * DV + dv, mask=inside[:, :, None] & (dv < DV), other=0.0)
         m_new = tl.maximum(m_i, tl.max(part_m, 0))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - base)
-        weight = tl.exp2(part_m - base)
+        weight = tl.exp2(part_m - base[None, :])
         l_i = l_i * alpha + tl.sum(weight, 0)
-        acc = acc * alpha + tl.sum(values * weight[:, None], 0)
+        acc = acc * alpha[:, None] + tl.sum(values * weight[:, :, None], 0)
         m_i = m_new
-    result = acc / tl.where(l_i > 0, l_i, 1.0)
-    o_row = out + (q_first + t).to(tl.int64) * stride_ot + head * stride_oh
-    tl.store(o_row + dv, result.to(out.dtype.element_ty), mask=dv < DV)
-    if LSE:
-        tl.store(lse + (q_first + t).to(tl.int64) * (HKV * G) + head, (m_i + tl.log2(l_i)) * LN2)
+    device.finish(
+        m_i, l_i, acc, out, lse, sinks, q_first, t, h * G + rows % G, dv, row_ok, stride_ot, stride_oh, HKV, G, DV, SINKS, LSE
+    )  # fmt: skip

@@ -37,7 +37,7 @@ def latent_kernel(
     PAGED: gl.constexpr, PAGE_SIZE: gl.constexpr, LATENT: gl.constexpr, DRAFT: gl.constexpr, MASK: gl.constexpr,
     MASK_INDPTR: gl.constexpr, MASK_STRIDE: gl.constexpr, WINDOW: gl.constexpr, POSITIONS: gl.constexpr,
     KV_START: gl.constexpr, SINKS: gl.constexpr, SOFTCAP: gl.constexpr, LSE: gl.constexpr,
-    K_SCALE_ON_DEVICE: gl.constexpr, V_SCALE_ON_DEVICE: gl.constexpr, FP16: gl.constexpr, LAST_MERGES: gl.constexpr, PRECISION: gl.constexpr,
+    K_SCALE_ON_DEVICE: gl.constexpr, V_SCALE_ON_DEVICE: gl.constexpr, PAIRS: gl.constexpr, LAST_MERGES: gl.constexpr, PRECISION: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Program (b, i): row block b over the i-th split of the batch, as in ``kernels.split_kernel``."""

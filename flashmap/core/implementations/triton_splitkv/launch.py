@@ -61,7 +61,7 @@ def prepare(request: VerifyRequest, limits: Limits, device: torch.device) -> Non
     for requests in range(1, limits.max_requests + 1):
         some = replace(request, num_requests=requests, max_kv_len=None if request.max_kv_len is None else limits.max_kv_len)
         plan = _plan(some, info)
-        kernels_of = (*plan.constants.values(), plan.merges)
+        kernels_of = (*plan.constants.values(), *(plan.merge_constants.values() if plan.merges else ()))
         if kernels_of not in compiled:
             compiled.add(kernels_of)
             _launch(empty_call(some, device), plan, nothing)
@@ -119,13 +119,15 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
         SOFTCAP=request.softcap,
         K_SCALE_ON_DEVICE=request.scales in ("device", "device_k"),
         V_SCALE_ON_DEVICE=request.scales in ("device", "device_v"),
-        FP16=config.fp16,
+        PAIRS=config.pairs,
         LAST_MERGES=last_merges,
         PRECISION="ieee" if request.dtype == "fp32" else "tf32",  # of fp32 dots alone
         num_warps=config.warps,
         num_stages=config.stages,
     )
     pdl = {"launch_pdl": True} if config.pdl else {}  # an option that older versions of Triton do not know
+    if config.registers is not None:
+        constants["maxnreg"] = config.registers
     return Plan(
         config=config,
         target=config.target(request.kv_heads, device.sm_count),
@@ -134,8 +136,8 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
         lse_at=partials * request.v_head_dim,
         grid=(request.kv_heads * config.row_blocks, launched),
         constants=constants,
-        merge_grid=(request.kv_heads * rows, request.num_requests),
-        merge_constants=dict(shared, BLOCK_S=config.block_s, num_warps=config.merge_warps, **pdl),
+        merge_grid=(request.kv_heads * -(-rows // config.merged), request.num_requests),
+        merge_constants=dict(shared, MERGED=config.merged, BLOCK_S=config.block_s, num_warps=config.merge_warps, **pdl),
     )
 
 
