@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import library
 
 from flashmap.core import DeviceInfo, Limits, PagedKV, VerifyRequest, dispatch, registry
 from flashmap.core.implementations import probing
@@ -352,7 +353,7 @@ SGL = ", int attention_chunk, Tensor? sinks, Tensor? sparse_mask_fine, bool only
 @pytest.fixture
 def define() -> Iterator[Any]:
     """define(operator, schema, function): an operator of torch in a namespace of ours; gives the source that names it."""
-    defined = torch.library.Library("flashmap_test", "FRAGMENT")
+    defined = library.Library("flashmap_test", "FRAGMENT")
 
     def make(operator: str, schema: str, function: Any) -> libraries._Source:
         defined.define(operator + schema)
