@@ -146,23 +146,29 @@ def test_the_last_program_merges_the_same_each_time(monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(out, outs[0]) for out in outs) and not outs[0].isnan().any()
 
 
-def test_a_graph_captured_short_replays_long() -> None:
-    """Engines capture with lengths of 1: the tables are as wide as ever."""
-    long = Case("long", **SHAPES["gqa"], **_BATCH)
-    arguments = build(long, "cuda")
-    kv = arguments["kv"]
+def captured_short(name: str, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of _BATCH out of a graph captured with lengths of 1 and replayed with the true ones, and out of a call without a graph.
+
+    Engines capture so: the tables are as wide as ever.
+    """
+    kv, rows = arguments["kv"], sum(_BATCH["query_lens"])
     lens = kv.kv_lens.clone()
-    prepare(VerifyRequest.of(**arguments), Limits(4, 8, kv.max_kv_len))
     kv.kv_lens.fill_(1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        verify_attention(**arguments, impl=KERNEL)
+        verify_attention(**arguments, impl=name)
     kv.kv_lens.copy_(lens)
     graph.replay()
     torch.cuda.synchronize()
-    eager = verify_attention(**{**arguments, "out": torch.empty_like(arguments["out"])}, impl=KERNEL)
-    rows = sum(long.query_lens)
-    assert torch.equal(arguments["out"][:rows], eager[:rows])
+    eager = verify_attention(**{**arguments, "out": torch.empty_like(arguments["out"])}, impl=name)
+    return arguments["out"][:rows], eager[:rows]
+
+
+def test_a_graph_captured_short_replays_long() -> None:
+    arguments = build(Case("long", **SHAPES["gqa"], **_BATCH), "cuda")
+    prepare(VerifyRequest.of(**arguments), Limits(4, 8, arguments["kv"].max_kv_len))
+    replayed, eager = captured_short(KERNEL, arguments)
+    assert torch.equal(replayed, eager)
 
 
 def test_graphs_outlive_the_growth_of_scratch() -> None:
@@ -324,19 +330,9 @@ def test_composites_replay_on_other_contents(name: str, shape: str, what: str) -
 def test_composites_captured_short_replay_long(name: str, shape: str) -> None:
     case = Case("long", **SHAPES[shape], **{**_BATCH, "page_size": 64}, draft="cache", mask=None if name == "fa3" else "packed")
     arguments = ready(name, case)
-    kv = arguments["kv"]
-    lens = kv.kv_lens.clone()
-    prepare(VerifyRequest.of(**arguments), Limits(4, 8, kv.max_kv_len), impl=name)
-    kv.kv_lens.fill_(1)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        verify_attention(**arguments, impl=name)
-    kv.kv_lens.copy_(lens)
-    graph.replay()
-    torch.cuda.synchronize()
-    eager = verify_attention(**{**arguments, "out": torch.empty_like(arguments["out"])}, impl=name)
-    rows = sum(case.query_lens)
-    torch.testing.assert_close(arguments["out"][:rows], eager[:rows], rtol=2e-2, atol=2e-2)
+    prepare(VerifyRequest.of(**arguments), Limits(4, 8, arguments["kv"].max_kv_len), impl=name)
+    replayed, eager = captured_short(name, arguments)
+    torch.testing.assert_close(replayed, eager, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", COMPOSITES)
