@@ -193,30 +193,33 @@ def test_graphs_outlive_the_growth_of_scratch() -> None:
     del junk
 
 
-def test_a_capture_without_scratch_is_declined() -> None:
-    case = Case("cold", **SHAPES["gqa"], dtype="bf16", query_lens=(61,) * 3, prefix_lens=(9000,) * 3)
-    arguments = build(case, "cuda")
+def declines_capture(name: str, arguments: dict[str, Any], code: str) -> None:
+    """Under capture that implementation declines the call, for the reason of that code alone."""
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
+        torch.zeros(1, device="cuda")  # torch warns of an empty graph
+        verify_attention(**arguments, impl=name)
+    assert [reason.code for reason in declined.value.reasons] == [code]
+
+
+def without_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the end of the test it is as if no call had taken scratch."""
     from flashmap.core.implementations.triton_shared import scratch
 
-    kept = dict(scratch._scratch)
-    scratch._scratch.clear()
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
-            verify_attention(**arguments, impl=KERNEL)
-        assert [reason.code for reason in declined.value.reasons] == ["scratch"]
-    finally:
-        scratch._scratch.update(kept)
+    monkeypatch.setattr(scratch, "_scratch", {})
+
+
+def test_a_capture_without_scratch_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("cold", **SHAPES["gqa"], dtype="bf16", query_lens=(61,) * 3, prefix_lens=(9000,) * 3)
+    arguments = build(case, "cuda")
+    without_scratch(monkeypatch)
+    declines_capture(KERNEL, arguments, "scratch")
 
 
 def test_what_reads_the_host_declines_under_capture() -> None:
     arguments = build(Case("host"), "cuda")
     for name in ("reference", "torch_dense"):
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
-            torch.zeros(1, device="cuda")  # torch warns of an empty graph
-            verify_attention(**arguments, impl=name)
-        assert [reason.code for reason in declined.value.reasons] == ["capturing"]
+        declines_capture(name, arguments, "capturing")
 
 
 def test_once_warm_it_neither_allocates_nor_synchronises() -> None:
@@ -352,21 +355,11 @@ def test_composites_in_other_orders_on_two_streams_and_without_a_sync(name: str,
 
 
 @pytest.mark.parametrize("name", COMPOSITES)
-def test_composites_decline_a_capture_without_scratch(name: str) -> None:
+def test_composites_decline_a_capture_without_scratch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SHAPES["mla" if name == "flashmla_tail" else "gqa"]
     arguments = ready(name, Case("cold", **shape, dtype="bf16", page_size=64, query_lens=(5,) * 3, prefix_lens=(900,) * 3))
-    from flashmap.core.implementations.triton_shared import scratch
-
-    kept = dict(scratch._scratch)
-    scratch._scratch.clear()
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
-            torch.zeros(1, device="cuda")  # torch warns of an empty graph
-            verify_attention(**arguments, impl=name)
-        assert [reason.code for reason in declined.value.reasons] == ["scratch"]
-    finally:
-        scratch._scratch.update(kept)
+    without_scratch(monkeypatch)
+    declines_capture(name, arguments, "scratch")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -382,11 +375,7 @@ def test_flashinfer_repeated_in_other_orders_and_on_two_streams(shape: str, mask
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flashinfer_declines_under_capture(shape: str) -> None:
     arguments = ready("flashinfer", Case("host", **SHAPES[shape], dtype="bf16"))
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
-        torch.zeros(1, device="cuda")  # torch warns of an empty graph
-        verify_attention(**arguments, impl="flashinfer")
-    assert [reason.code for reason in declined.value.reasons] == ["capturing"]
+    declines_capture("flashinfer", arguments, "capturing")
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(32, 128), (16, 256)])
