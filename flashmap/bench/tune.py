@@ -21,7 +21,7 @@ PAGE = 64  # other page sizes, and ragged batches, are measured as properties of
 # What whole engines showed, which the time of the op alone does not: it is part of every table.
 LEFT = (
     Left(
-        library="fa3",
+        kernel="fa3",
         kind="gqa",
         mask="chain",
         why="with FLASH_ATTN vLLM took 1.0 to 1.7 % longer a step with ours, in chains of 8 at 8k and 32k",

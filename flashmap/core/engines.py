@@ -15,7 +15,7 @@ _COMPARED = ("fa3", "flashmla")
 def faster(kernel: str, impl: str, request: VerifyRequest, device: DeviceInfo, table: Table | None) -> str | None:
     """One sentence if the engine's ``kernel`` is faster than ``impl`` for ``request``, or not known to be slower; else None.
 
-    ``kernel``: "engine.library", of which the library counts: an adapter says whose kernel its engine runs. ``table``: that of
+    ``kernel``: as "vllm.fa3", of which the part behind the dot counts: an adapter says whose kernel its engine runs. ``table``: that of
     ``device``, None where there is none.
     """
     library = kernel.rpartition(".")[2]

@@ -1,25 +1,22 @@
-"""fa3_tail, fa3 and flashmla_tail on a CPU: their kernels interpreted, the libraries replaced by doubles in torch.
+"""fa3_tail, fa3 and flashmla_tail on a CPU: which calls they serve and what they compute.
 
-A double takes what the library takes and insists on what the library insists on. Where the library's result means nothing, it
-gives NaN and infinities.
+Their kernels are interpreted, the libraries replaced by the doubles of composite_doubles.py. test_composite_libraries.py has how a
+library is found.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from composite_doubles import DOUBLES, doubled, fa3_double
 
 from flashmap.core import DeviceInfo, Limits, PagedKV, VerifyRequest, dispatch, registry
-from flashmap.core.implementations import probing
-from flashmap.core.implementations.composite import Composite, launch, libraries
-from flashmap.core.implementations.composite.libraries import check_fa3, check_flashmla, search
+from flashmap.core.implementations.composite import launch, libraries
 from flashmap.core.implementations.probing import Found
 from flashmap.core.implementations.triton_shared.scratch import Scratch
 from flashmap.core.inputs import resolve
@@ -30,82 +27,6 @@ NAMES = ("fa3_tail", "fa3", "flashmla_tail")
 H200 = replace(DeviceInfo.known("sm90"), triton="3.6.0")
 GQA = VerifyRequest(32, 8, 128, 128, max_query_len=4, page_size=64, max_kv_len=8192)
 MLA = VerifyRequest(16, 1, 576, 512, max_query_len=4, page_size=64, max_kv_len=8192, latent=True)
-
-
-def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """(out [L, H, Dv], lse [H, L]) in fp32 of q [L, H, Dk] on keys and values [n, Hkv, D]; ``hidden`` bool [L, n]."""
-    group = q.shape[1] // keys.shape[1]
-    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
-    logits = (torch.einsum("thd,nhd->htn", q.float(), keys) * scale).masked_fill(hidden, float("-inf"))
-    return torch.einsum("htn,nhd->thd", logits.softmax(-1), values), logits.logsumexp(-1)
-
-
-def fa3_double(
-    q: Any, k: Any, v: Any, q_v: Any, out: Any, cu_seqlens_q: Any, seqused_q: Any, seqused_k: Any, max_seqlen_q: int,
-    max_seqlen_k: int, page_table: Any, leftpad_k: Any, softmax_scale: float, is_causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """FlashAttention 3's forward pass. Without ``leftpad_k`` it multiplies whole pages, as its TMA path does."""
-    tokens, heads, _ = q.shape
-    requests, page = page_table.shape[0], k.shape[1]
-    for ints in (cu_seqlens_q, seqused_q, seqused_k, page_table, leftpad_k):
-        assert ints is None or (ints.dtype == torch.int32 and ints.stride(-1) == 1)
-    assert cu_seqlens_q.shape == (requests + 1,) and seqused_k.shape == (requests,)
-    assert leftpad_k is None or not leftpad_k.any()
-    for tensor in (q, k, v, q_v, out):  # moved by 16 bytes at a time
-        assert tensor is None or (tensor.data_ptr() % 16 == 0 and not any(s * tensor.element_size() % 16 for s in tensor.stride()[:-1]))
-    if out is None:
-        out = torch.full((tokens, heads, v.shape[-1]), float("nan"), dtype=q.dtype)
-    lse = torch.full((heads, tokens), float("nan"))
-    for r, (first, end) in enumerate(zip(cu_seqlens_q.tolist()[:-1], cu_seqlens_q.tolist()[1:], strict=True)):
-        length, rows = int(seqused_k[r]), end - first if seqused_q is None else int(seqused_q[r])
-        assert 0 <= length <= max_seqlen_k <= page_table.shape[1] * page and rows <= max_seqlen_q
-        at = slice(first, first + rows)
-        if rows == 0:
-            continue
-        if length == 0:
-            out[at], lse[:, at] = float("nan"), float("inf")
-            continue
-        listed = page_table[r, : -(-length // page)].long()
-        read = len(listed) * page if leftpad_k is None else length
-        keys, values = (x[listed].flatten(0, 1)[:read] for x in (k, v))
-        query = q[at]
-        if q_v is not None:
-            query, keys = torch.cat((query, q_v[at]), -1), torch.cat((keys, values), -1)
-        t, n = torch.arange(rows)[:, None], torch.arange(read)[None, :]
-        hidden = (n >= length) | ((n > t + length - rows) if is_causal else (t < 0))
-        result, lse[:, at] = attention(query, keys, values, hidden, softmax_scale)
-        out[at] = result.to(out.dtype)
-    return out, lse
-
-
-def flashmla_double(
-    q: Any, kcache: Any, head_size_v: int, seqlens_k: Any, block_table: Any, softmax_scale: float, is_causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashMLA's dense decoding. A page id that does not exist is as a page of zeros."""
-    requests, length, heads, dim = q.shape
-    assert kcache.shape[1:] == (64, 1, 576) and (dim, head_size_v) == (576, 512) and not is_causal
-    assert seqlens_k.dtype == block_table.dtype == torch.int32 and seqlens_k.shape == (requests,)
-    assert q.is_contiguous() and q.data_ptr() % 16 == 0 and seqlens_k.min() >= 1
-    out, lse = torch.empty(requests, length, heads, 512, dtype=q.dtype), torch.empty(requests, heads, length)
-    for r, n in enumerate(seqlens_k.tolist()):
-        assert n <= block_table.shape[1] * 64
-        pages = [int(p) for p in block_table[r, : -(-n // 64)]]
-        keys = torch.cat([kcache[p] if 0 <= p < len(kcache) else torch.zeros_like(kcache[0]) for p in pages])[:n]
-        result, lse[r] = attention(q[r], keys, keys[..., :512], torch.zeros(length, n, dtype=torch.bool), softmax_scale)
-        out[r] = result.to(out.dtype)
-    return out, lse
-
-
-DOUBLES = {"fa3_tail": fa3_double, "fa3": fa3_double, "flashmla_tail": flashmla_double}
-
-
-def doubled(name: str, attend: Any = None) -> Composite:
-    """The implementation on this CPU with its library's double."""
-    real = registry.get(name)
-    assert isinstance(real, Composite)
-    capability = replace(real.capability, devices=frozenset({"cpu"}), dtypes=None, kv_dtypes=None)
-    found = Found(attend or DOUBLES[name])
-    return replace(real, capability=capability, find=lambda device: found)
 
 
 def accepted(name: str, case: Case) -> bool:
@@ -307,18 +228,16 @@ def test_a_capture_needs_scratch_which_prepare_reserves(name: str, fresh: Scratc
     assert fresh.bytes() == allocated
 
 
-def test_a_capture_before_the_library_was_tried_takes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_before_the_library_was_tried_takes_another(pretend_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was decided then does not stand once the library is found."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: libraries.HOPPER)
-    monkeypatch.setattr(probing, "_found", {})
+    found = pretend_gpu(libraries.HOPPER)
     device = DeviceInfo.known("sm90", capturing=True)
     (reason,) = libraries.fa3(device).reasons
     assert reason.code == "not_probed"
     request, policy = resolve(**build(Case("cold", dtype="bf16"))).request, dispatch.Policy()
     monkeypatch.setattr(dispatch, "preference", lambda *_: ("fa3_tail", "triton_splitkv"))
     assert dispatch.decide(request, device, policy).winner == "triton_splitkv"
-    probing._found["FlashAttention 3"] = Found(fa3_double)
+    found["FlashAttention 3"] = Found(fa3_double)
     assert dispatch.decide(request, device, policy).winner == "fa3_tail"
 
 
@@ -333,156 +252,3 @@ def test_the_library_is_called_in_prepare_as_it_will_be(fresh: Scratch) -> None:
     request = VerifyRequest.of(**build(Case("prepared", query_lens=(3, 2), prefix_lens=(70, 3))))
     doubled("fa3_tail", attend).prepare(request, Limits(70, 3, 1000), torch.device("cpu"))
     assert seen == [(1, 1008, 3), (32, 1008, 3), (63, 1008, 3), (70, 1008, 3)]
-
-
-# -- finding a library ----------------------------------------------------------------------------------------------------
-
-SCHEMA = (
-    "(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, "
-    "Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary, "
-    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, float softmax_scale, bool is_causal, int window_size_left, "
-    "int window_size_right, float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, "
-    "int sm_margin{more}) -> Tensor[]"
-)
-VLLM = ", Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k"
-SGL = ", int attention_chunk, Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv"
-
-
-@pytest.fixture
-def define() -> Iterator[Any]:
-    """define(operator, schema, function): an operator of torch in a namespace of ours; gives the source that names it."""
-    defined = torch.library.Library("flashmap_test", "FRAGMENT")
-
-    def make(operator: str, schema: str, function: Any) -> libraries._Source:
-        defined.define(operator + schema)
-        defined.impl(operator, function, "CPU")
-        return replace(libraries._FA3[0], namespace="flashmap_test", operator=operator)
-
-    yield make
-    defined._destroy()
-
-
-def as_operator(attend: Any) -> Any:
-    """fa3_double with all of the operator's parameters."""
-
-    def fwd(*given: Any) -> list[torch.Tensor]:
-        names = [part.split()[-1] for part in SCHEMA.split("(")[1].split("{")[0].split(", ")]
-        call = dict(zip(names, given, strict=False))
-        assert (call["window_size_left"], call["window_size_right"], call["softcap"], call["num_splits"]) == (-1, -1, 0.0, 0)
-        assert call["k_new"] is None and call["scheduler_metadata"] is None
-        out, lse = attend(**{name: call[name] for name in libraries.FA3_PARAMETERS})
-        return [out.clone() if out is call["out"] else out, lse]  # torch wants no result to be an argument of a Python operator
-
-    return fwd
-
-
-@pytest.mark.parametrize("more", ["", VLLM, SGL, ", float unknown=2.0"])
-def test_found_whatever_else_it_takes(define: Any, more: str) -> None:
-    found = search((define("fwd", SCHEMA.format(more=more), as_operator(fa3_double)),), check_fa3, torch.device("cpu"))
-    assert found.attend is not None and found.reasons == ()
-    call = resolve(**build(Case("gradient", query_lens=(3,), prefix_lens=(20,))))
-    call.q.requires_grad_()
-    doubled("fa3_tail", found.attend).run(call)
-    assert not call.out.requires_grad
-
-
-def wrong(change: Any) -> Any:
-    def attend(**arguments: Any) -> Any:
-        return change(arguments)
-
-    return attend
-
-
-def ignoring(name: str) -> Any:
-    """A library that takes an argument and does not look at it."""
-    return wrong(lambda arguments: fa3_double(**{**arguments, name: None}))
-
-
-def base_two(arguments: dict[str, Any]) -> Any:
-    out, lse = fa3_double(**arguments)
-    return out, lse / 0.6931471805599453
-
-
-def fails(arguments: dict[str, Any]) -> Any:
-    raise RuntimeError("no kernel image\nis available")
-
-
-WRONG = {
-    "whole pages": (ignoring("leftpad_k"), "nan"),
-    "seqused_q": (ignoring("seqused_q"), "seqused_q 0"),
-    "latent query": (ignoring("q_v"), "MLA"),
-    "log base": (wrong(base_two), "log-sum-exp"),
-    "not causal": (wrong(lambda arguments: fa3_double(**{**arguments, "is_causal": False})), "causal"),
-    "raises": (wrong(fails), "RuntimeError: no kernel image"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_library_that_errs_is_not_used(define: Any, kind: str) -> None:
-    attend, text = WRONG[kind]
-    found = search((define("fwd", SCHEMA.format(more=VLLM), as_operator(attend)),), check_fa3, torch.device("cpu"))
-    assert found.attend is None and [reason.code for reason in found.reasons] == ["library_probe"]
-    assert text in found.reasons[0].text
-
-
-def test_a_library_with_other_parameters_is_not_used(define: Any) -> None:
-    schemas = {
-        "less": SCHEMA.format(more="").replace("Tensor? leftpad_k, ", ""),
-        "more": SCHEMA.format(more=", Tensor block_mask"),
-    }
-    sources = tuple(define(name, schema, as_operator(fa3_double)) for name, schema in schemas.items())
-    found = search(sources, check_fa3, torch.device("cpu"))
-    assert found.attend is None and [reason.code for reason in found.reasons] == ["library_parameters"] * 2
-    assert "leftpad_k" in found.reasons[0].text and "block_mask" in found.reasons[1].text
-
-
-def test_the_next_source_is_tried(define: Any, caplog: pytest.LogCaptureFixture) -> None:
-    sources = (
-        replace(libraries._FA3[0], package="no_such_package", namespace="flashmap_test_nothing"),
-        define("bad", SCHEMA.format(more=""), as_operator(wrong(fails))),
-        define("good", SCHEMA.format(more=""), as_operator(fa3_double)),
-    )
-    with caplog.at_level("INFO", logger="flashmap"):
-        assert search(sources, check_fa3, torch.device("cpu")).attend is not None
-    assert len(caplog.records) == 1
-    assert [reason.code for reason in search(sources[:2], check_fa3, torch.device("cpu")).reasons] == ["library", "library_probe"]
-
-
-def test_a_file_that_does_not_load_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "flashmap_test_engine"
-    (package / "vllm_flash_attn").mkdir(parents=True)
-    (package / "__init__.py").write_text("raise AssertionError('an engine is not imported')")
-    (package / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").write_text("no library")
-    monkeypatch.syspath_prepend(tmp_path)
-    source = replace(libraries._FA3[0], package="flashmap_test_engine", namespace="flashmap_test_nothing")
-    (reason,) = search((source,), check_fa3, torch.device("cpu")).reasons
-    assert reason.code == "library_probe" and "_vllm_fa3_C.abi3.so" in reason.text
-
-
-def test_flashmla_is_tried_too() -> None:
-    cpu = torch.device("cpu")
-    assert check_flashmla(flashmla_double, cpu) is None
-
-    def half(**arguments: Any) -> Any:
-        out, lse = flashmla_double(**arguments)
-        return out / 2, lse
-
-    assert "out is off" in str(check_flashmla(half, cpu))
-
-
-def test_looked_for_once_and_never_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(probing, "_found", {})
-    monkeypatch.setattr(libraries, "search", lambda *arguments: looked.append(arguments) or Found(fa3_double))
-    assert [reason.code for reason in libraries.fa3(replace(H200, capturing=True)).reasons] == ["not_probed"] and not looked
-    assert libraries.fa3(H200).attend is fa3_double
-    assert libraries.fa3(replace(H200, capturing=True)).attend is fa3_double and len(looked) == 1
-    monkeypatch.setattr(probing, "_found", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    assert [reason.code for reason in libraries.fa3(H200).reasons] == ["library"] and len(looked) == 1

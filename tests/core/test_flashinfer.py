@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from flashmap.core import DeviceInfo, Limits, PagedKV, VerifyRequest, dispatch, registry
-from flashmap.core.implementations import flashinfer, probing
+from flashmap.core.implementations import flashinfer
 from flashmap.core.implementations.flashinfer import FlashInfer, Latent, Paged, look
 from flashmap.core.implementations.probing import Attend, Found
 from flashmap.core.inputs import resolve
@@ -380,13 +380,9 @@ def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [reason.code for reason in look(False, CPU).reasons] == ["library"]
 
 
-def test_each_kernel_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kernel_is_looked_for_once(pretend_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(probing, "_found", {})
+    pretend_gpu((8, 6))
     monkeypatch.setattr(flashinfer, "look", lambda latent, device: looked.append(latent) or Found(attend(latent)))
     for _ in range(2):
         for request in (GQA, MLA):

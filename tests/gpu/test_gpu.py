@@ -144,23 +144,29 @@ def test_the_last_program_merges_the_same_each_time(monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(out, outs[0]) for out in outs) and not outs[0].isnan().any()
 
 
-def test_a_graph_captured_short_replays_long() -> None:
-    """Engines capture with lengths of 1: the tables are as wide as ever."""
-    long = Case("long", **SHAPES["gqa"], **_BATCH)
-    arguments = build(long, "cuda")
-    kv = arguments["kv"]
+def captured_short(name: str, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of _BATCH out of a graph captured with lengths of 1 and replayed with the true ones, and out of a call without a graph.
+
+    Engines capture so: the tables are as wide as ever.
+    """
+    kv, rows = arguments["kv"], sum(_BATCH["query_lens"])
     lens = kv.kv_lens.clone()
-    prepare(VerifyRequest.of(**arguments), Limits(4, 8, kv.max_kv_len))
     kv.kv_lens.fill_(1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        verify_attention(**arguments, impl=KERNEL)
+        verify_attention(**arguments, impl=name)
     kv.kv_lens.copy_(lens)
     graph.replay()
     torch.cuda.synchronize()
-    eager = verify_attention(**{**arguments, "out": torch.empty_like(arguments["out"])}, impl=KERNEL)
-    rows = sum(long.query_lens)
-    assert torch.equal(arguments["out"][:rows], eager[:rows])
+    eager = verify_attention(**{**arguments, "out": torch.empty_like(arguments["out"])}, impl=name)
+    return arguments["out"][:rows], eager[:rows]
+
+
+def test_a_graph_captured_short_replays_long() -> None:
+    arguments = build(Case("long", **SHAPES["gqa"], **_BATCH), "cuda")
+    prepare(VerifyRequest.of(**arguments), Limits(4, 8, arguments["kv"].max_kv_len))
+    replayed, eager = captured_short(KERNEL, arguments)
+    assert torch.equal(replayed, eager)
 
 
 def test_graphs_outlive_the_growth_of_scratch() -> None:
@@ -185,30 +191,33 @@ def test_graphs_outlive_the_growth_of_scratch() -> None:
     del junk
 
 
-def test_a_capture_without_scratch_is_declined() -> None:
-    case = Case("cold", **SHAPES["gqa"], dtype="bf16", query_lens=(61,) * 3, prefix_lens=(9000,) * 3)
-    arguments = build(case, "cuda")
+def declines_capture(name: str, arguments: dict[str, Any], code: str) -> None:
+    """Under capture that implementation declines the call, for the reason of that code alone."""
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
+        torch.zeros(1, device="cuda")  # torch warns of an empty graph
+        verify_attention(**arguments, impl=name)
+    assert [reason.code for reason in declined.value.reasons] == [code]
+
+
+def without_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the end of the test it is as if no call had taken scratch."""
     from flashmap.core.implementations.triton_shared import scratch
 
-    kept = dict(scratch._scratch)
-    scratch._scratch.clear()
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
-            verify_attention(**arguments, impl=KERNEL)
-        assert [reason.code for reason in declined.value.reasons] == ["scratch"]
-    finally:
-        scratch._scratch.update(kept)
+    monkeypatch.setattr(scratch, "_scratch", {})
+
+
+def test_a_capture_without_scratch_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("cold", **SHAPES["gqa"], dtype="bf16", query_lens=(61,) * 3, prefix_lens=(9000,) * 3)
+    arguments = build(case, "cuda")
+    without_scratch(monkeypatch)
+    declines_capture(KERNEL, arguments, "scratch")
 
 
 def test_what_reads_the_host_declines_under_capture() -> None:
     arguments = build(Case("host"), "cuda")
     for name in ("reference", "torch_dense"):
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
-            torch.zeros(1, device="cuda")  # torch warns of an empty graph
-            verify_attention(**arguments, impl=name)
-        assert [reason.code for reason in declined.value.reasons] == ["capturing"]
+        declines_capture(name, arguments, "capturing")
 
 
 def test_once_warm_it_neither_allocates_nor_synchronises() -> None:
@@ -322,19 +331,9 @@ def test_composites_replay_on_other_contents(name: str, shape: str, what: str) -
 def test_composites_captured_short_replay_long(name: str, shape: str) -> None:
     case = Case("long", **SHAPES[shape], **{**_BATCH, "page_size": 64}, draft="cache", mask=None if name == "fa3" else "packed")
     arguments = ready(name, case)
-    kv = arguments["kv"]
-    lens = kv.kv_lens.clone()
-    prepare(VerifyRequest.of(**arguments), Limits(4, 8, kv.max_kv_len), impl=name)
-    kv.kv_lens.fill_(1)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        verify_attention(**arguments, impl=name)
-    kv.kv_lens.copy_(lens)
-    graph.replay()
-    torch.cuda.synchronize()
-    eager = verify_attention(**{**arguments, "out": torch.empty_like(arguments["out"])}, impl=name)
-    rows = sum(case.query_lens)
-    torch.testing.assert_close(arguments["out"][:rows], eager[:rows], rtol=2e-2, atol=2e-2)
+    prepare(VerifyRequest.of(**arguments), Limits(4, 8, arguments["kv"].max_kv_len), impl=name)
+    replayed, eager = captured_short(name, arguments)
+    torch.testing.assert_close(replayed, eager, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", COMPOSITES)
@@ -354,21 +353,11 @@ def test_composites_in_other_orders_on_two_streams_and_without_a_sync(name: str,
 
 
 @pytest.mark.parametrize("name", COMPOSITES)
-def test_composites_decline_a_capture_without_scratch(name: str) -> None:
+def test_composites_decline_a_capture_without_scratch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SHAPES["mla" if name == "flashmla_tail" else "gqa"]
     arguments = ready(name, Case("cold", **shape, dtype="bf16", page_size=64, query_lens=(5,) * 3, prefix_lens=(900,) * 3))
-    from flashmap.core.implementations.triton_shared import scratch
-
-    kept = dict(scratch._scratch)
-    scratch._scratch.clear()
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
-            torch.zeros(1, device="cuda")  # torch warns of an empty graph
-            verify_attention(**arguments, impl=name)
-        assert [reason.code for reason in declined.value.reasons] == ["scratch"]
-    finally:
-        scratch._scratch.update(kept)
+    without_scratch(monkeypatch)
+    declines_capture(name, arguments, "scratch")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -384,11 +373,7 @@ def test_flashinfer_repeated_in_other_orders_and_on_two_streams(shape: str, mask
 @pytest.mark.parametrize("shape", SHAPES)
 def test_flashinfer_declines_under_capture(shape: str) -> None:
     arguments = ready("flashinfer", Case("host", **SHAPES[shape], dtype="bf16"))
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(Declined) as declined, torch.cuda.graph(graph):
-        torch.zeros(1, device="cuda")  # torch warns of an empty graph
-        verify_attention(**arguments, impl="flashinfer")
-    assert [reason.code for reason in declined.value.reasons] == ["capturing"]
+    declines_capture("flashinfer", arguments, "capturing")
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(32, 128), (16, 256)])

@@ -72,9 +72,9 @@ class Class:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Calls that stay with an engine's ``library`` whatever the times of the op alone say, and the measurement behind that."""
+    """Calls that stay with an engine's ``kernel`` ("fa3") whatever the times of the op alone say, and the measurement behind that."""
 
-    library: str
+    kernel: str
     kind: str
     mask: str
     why: str
@@ -140,7 +140,7 @@ class Table:
         """Why ``library`` is not known to be slower than ``impl`` for ``request``; None: ours won or tied at every length measured."""
         mask = "chain" if request.mask is None else "tree"
         for left in self.left:
-            if (left.library, left.kind, left.mask) == (library, kind_of(request.kv_heads, request.latent), mask):
+            if (left.kernel, left.kind, left.mask) == (library, kind_of(request.kv_heads, request.latent), mask):
                 return f"{left.why} ({left.results})"
         speaking = self.speaking(request)
         theirs = library if mask == "chain" else f"{library}_cascade"  # what an engine does with a tree
