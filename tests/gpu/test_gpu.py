@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashmap.core import Declined, DeviceInfo, Limits, PagedKV, VerifyRequest, prepare, registry, stats, verify_attention
+from flashmap.core import Declined, DeviceInfo, Limits, PagedKV, TreeMask, VerifyRequest, prepare, registry, stats, verify_attention
 from flashmap.core.testing import (
     Case,
     assert_conforms,
@@ -68,20 +68,57 @@ def test_full_grid(case: Case) -> None:
     conforms(KERNEL, case)
 
 
-@pytest.fixture(params=["LAST_MERGES"])
-def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What the configuration does not choose by itself yet."""
+@pytest.fixture(params=["0", "1"], ids=["merge kernel", "last merges"])
+def merging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both ways to merge, of which the configuration chooses one by the sizes."""
     from flashmap.core.implementations.triton_splitkv import launch
 
-    monkeypatch.setenv(f"FLASHMAP_SPLITKV_{request.param}", "1")
+    monkeypatch.setenv("FLASHMAP_SPLITKV_LAST_MERGES", request.param)
     launch._plan.cache_clear()
-    yield request.param
+    yield
     launch._plan.cache_clear()
 
 
+@pytest.mark.usefixtures("merging")
 @pytest.mark.parametrize("case", [case for case in FULL if case.dtype == "bf16"], ids=str)
-def test_full_grid_forced(forced: str, case: Case) -> None:
+def test_full_grid_merged_both_ways(case: Case) -> None:
     conforms(KERNEL, case)
+
+
+@pytest.mark.usefixtures("merging")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kv", [None, "fp8_e4m3"])
+@pytest.mark.parametrize("requests", [9, 40, 130])
+def test_large_batches(shape: str, kv: str | None, requests: int) -> None:
+    """Programs of the merge take 2 and 4 rows there, and counters run out."""
+    lens: dict[str, Any] = {"query_lens": (5, 8, 1, 7, 0) * (requests // 5), "prefix_lens": (700, 0, 1300, 65, 200) * (requests // 5)}
+    result = check_case(
+        KERNEL, Case("large", **SHAPES[shape], **lens, dtype="bf16", kv_dtype=kv, page_size=64, mask="packed", lse=True), "cuda"
+    )
+    assert result.outcome == "ok", result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("tokens", [2, 16, 40])
+def test_every_fp8_value_is_read_right(dtype: torch.dtype, fp8: torch.dtype, tokens: int) -> None:
+    """A single key, whose values hold every finite code: the result is that row, and the log-sum-exp its product with q."""
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda")
+    values = torch.where(codes.view(fp8).float().isfinite(), codes, 0).view(2, 128)
+    pages = values.expand(2, 16, 2, 128).contiguous().view(fp8)
+    q = torch.zeros(tokens, 4, 128, dtype=dtype, device="cuda")
+    q[torch.arange(tokens), :, torch.arange(tokens) * 3] = 1
+    hidden = TreeMask(torch.zeros(tokens, 1, dtype=torch.int64, device="cuda"), "packed")
+    draft = torch.zeros(tokens, 2, 128, dtype=dtype, device="cuda")
+    kv = PagedKV(pages[:1], pages[1:], torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.ones(1, dtype=torch.int32, device="cuda"))
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    out, lse = verify_attention(
+        q, kv, cu_seqlens_q=starts, max_query_len=tokens, draft_kv=(draft, draft), mask=hidden, scale=1.0, return_lse=True, impl=KERNEL
+    )
+    rows = values.view(fp8).to(dtype)
+    assert torch.equal(out, rows.repeat_interleave(2, 0).expand(tokens, 4, 128))
+    products = rows[:, torch.arange(tokens) * 3].T.repeat_interleave(2, 1).float()
+    torch.testing.assert_close(lse, products, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", [case for case in SMALL if case.dtype == "bf16"], ids=str)
@@ -126,9 +163,10 @@ def test_a_graph_replays_on_other_contents(shape: str, name: str) -> None:
     assert result.outcome == "ok", result
 
 
+@pytest.mark.usefixtures("merging")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["chain", "qlen", "fp8"])
-def test_a_graph_replays_on_other_contents_forced(forced: str, shape: str, name: str) -> None:
+def test_a_graph_replays_on_other_contents_merged_both_ways(shape: str, name: str) -> None:
     result = check_replay(KERNEL, Case(f"{shape} {name}", **SHAPES[shape], **{**_BATCH, **REPLAYED[name]}))
     assert result.outcome == "ok", result
 

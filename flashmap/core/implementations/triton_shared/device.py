@@ -50,16 +50,13 @@ def pairs(rows, words, END: tl.constexpr, BLOCK_END: tl.constexpr):
         x = tl.load(at)
     else:
         x = tl.load(at, mask=(2 * words < END)[None, :], other=0)
-    if INTERPRETED:
-        fp8: tl.constexpr = rows.dtype.element_ty
-        even = x.to(tl.int8).to(fp8, bitcast=True).to(tl.float16)
-        odd = (x >> 8).to(tl.int8).to(fp8, bitcast=True).to(tl.float16)
-    elif rows.dtype.element_ty == tl.float8e5:  # the upper half of an fp16
-        even, odd = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
-            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:  # two columns of one row become an fp16 pair, and pairs of two rows change halves
+    if rows.dtype.element_ty == tl.float8e5:  # the upper half of an fp16
+        even = (x << 8).to(tl.float16, bitcast=True)
+        odd = (x >> 8 << 8).to(tl.float16, bitcast=True)
+    elif INTERPRETED:
+        even = x.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = (x >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:  # two columns of a row become a pair in fp16, and the pairs of two rows change halves
         even, odd = tl.inline_asm_elementwise(
             """{ .reg .b16 low, high; .reg .b32 first, second;
             mov.b32 {low, high}, $2;
