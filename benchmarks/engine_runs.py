@@ -77,11 +77,10 @@ def _sglang(what: str) -> Iterator[Run]:
         for name, arguments in small:
             yield from _grid(name, arguments, ("triton", "fa3"), ("off", "auto"))
     else:
-        fast = ["--engine-args", json.dumps({"disable_prefill_cuda_graph": True})]  # prefill's graphs take most of the start
         llama = [*_BIG["llama"], "5", "--draft", "eagle8b_sglang"]
         for name, arguments in (("llama", llama), ("dsv3", _BIG["dsv3"])):
             for kind, more in (("tree", tree), ("chain", [])):
-                yield from _grid(f"{name}-{kind}", [*arguments, *more, *_CTX, *fast], ("triton", "fa3"), ("off", "auto"))
+                yield from _grid(f"{name}-{kind}", [*arguments, *more, *_CTX], ("triton", "fa3"), ("off", "auto"))
 
 
 def _vllm(what: str) -> Iterator[Run]:

@@ -27,6 +27,7 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
         "log_level": "info",
         "grammar_backend": "none",
         "disable_cuda_graph": args.flashmap == "check",
+        "disable_prefill_cuda_graph": True,  # they take most of the start
         "attention_backend": args.backend,
     }
     if args.method != "none":
