@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashmap.core.implementations.triton_splitkv import device
-from flashmap.core.implementations.triton_splitkv.device import LN2, LOG2E, VARYING
+from flashmap.core.implementations.triton_splitkv.device import VARYING
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -232,19 +232,9 @@ def latent_kernel(
     head = row % G
     row_ok = t < length
     if splits == 1:
-        if SINKS:
-            sink = gl.load(sinks + head).to(gl.float32) * LOG2E
-            m_new = gl.maximum(m_row, sink)
-            base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen, and no sink either
-            alpha = gl.exp2(m_row - base)
-            l_row = l_row * alpha + gl.exp2(sink - base)
-            acc = acc * alpha[:, None]
-            m_row = m_new
-        result = acc / gl.where(l_row > 0, l_row, 1.0)[:, None]
-        o_rows = out + (q_first + t).to(gl.int64)[:, None] * stride_ot + head[:, None] * stride_oh
-        gl.store(o_rows + dv[None, :], result.to(out.dtype.element_ty), mask=row_ok[:, None])
-        if LSE:
-            gl.store(lse + (q_first + t).to(gl.int64) * G + head, (m_row + gl.log2(l_row)) * LN2, mask=row_ok)
+        device.finish(
+            m_row, l_row, acc, out, lse, sinks, q_first, t, head, dv, row_ok, stride_ot, stride_oh, HKV, G, DV, SINKS, LSE
+        )  # fmt: skip
     else:
         part = i.to(gl.int64) * ROWS + row
         inside = row_ok & (row < ROWS)  # rows past max_query_len have no place there
