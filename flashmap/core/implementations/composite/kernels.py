@@ -115,6 +115,7 @@ def tail_kernel(
     d1 = tl.arange(0, D1)
     dv = tl.arange(0, BLOCK_DV)
     q1 = tl.load(q_rows + d1[None, :], mask=row_ok[:, None] & (d1 < SPAN)[None, :], other=0.0)
+    q2, d2 = q1, d1  # not read unless D2 > 0
     if D2 > 0:
         d2 = SPAN + tl.arange(0, D2)
         q2 = tl.load(q_rows + d2[None, :], mask=row_ok[:, None] & (d2 < DK)[None, :], other=0.0)
@@ -137,33 +138,12 @@ def tail_kernel(
     l_i = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, BLOCK_DV], dtype=tl.float32)
     table_row = table + r.to(tl.int64) * stride_table
-    for j0 in tl.range(0, length, BLOCK_L, num_stages=1):
-        j = j0 + tl.arange(0, BLOCK_L)
-        exists = j < length
-        if DRAFT == "cache":
-            exists = exists & (prefix + j < listed)
-        k_rows, v_rows = device.draft_rows(
-            k, v, draft_k, draft_v, draft_slots, table_row, q_first, prefix, j, exists, h.to(tl.int64),
-            stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
-            PAGE_SIZE, DRAFT,
-        )  # fmt: skip
-        k1 = tl.load(k_rows + d1[None, :], mask=exists[:, None] & (d1 < SPAN)[None, :], other=0.0)
-        logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        if D2 > 0:
-            k2 = tl.load(k_rows + d2[None, :], mask=exists[:, None] & (d2 < DK)[None, :], other=0.0)
-            logits = tl.dot(q2, tl.trans(k2), logits, input_precision=PRECISION)
-        sees = row_ok[:, None] & exists[None, :]
-        sees = sees & device.allowed(
-            mask, mask_indptr, mask_start, r, q_first, length, before, t, j, j0, row_ok,
-            stride_mask, MASK, MASK_INDPTR, MASK_STRIDE, BLOCK_L,
-        )  # fmt: skip
-        logits = tl.where(sees, device.scaled(logits, scale, 0.0, False), float("-inf"))
-        p, alpha, m_i, l_i = device.softmax(logits, m_i, l_i, True)
-        if LATENT:
-            values = k1
-        else:
-            values = tl.load(v_rows + dv[None, :], mask=exists[:, None] & (dv < DV)[None, :], other=0.0)
-        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
+    m_i, l_i, acc = device.draft_tokens(
+        m_i, l_i, acc, q1, q2, k, v, draft_k, draft_v, draft_slots, table_row, mask, mask_indptr, mask_start, None,
+        q_first, length, listed, prefix, before, length, r, h.to(tl.int64), t, t, row_ok, d1, d2, dv, scale, 0.0, 0,
+        stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh, stride_mask,
+        DK, DV, BLOCK_L, SPAN, D2, PAGE_SIZE, LATENT, DRAFT, MASK, MASK_INDPTR, MASK_STRIDE, False, False, False, PRECISION,
+    )  # fmt: skip
 
     column_ok = row_ok[:, None] & (dv < DV)[None, :]
     if PREFIX:

@@ -1,7 +1,7 @@
 """What the Triton implementations share on the device: lengths, where draft tokens lie, masks, logits, softmax.
 
 The functions create no tensors of their own but get index vectors from the kernel, which may be written in Triton or in
-Gluon: Gluon's carry a layout.
+Gluon: Gluon's carry a layout. ``draft_tokens`` does, and is for Triton alone.
 """
 
 import os
@@ -152,6 +152,58 @@ def allowed(
                     word |= (entry != 0).to(tl.int64) << (first + bit)
         sees = ((word[:, None] >> (j - j0).to(tl.int64)[None, :]) & 1) != 0
     return sees
+
+
+@triton.jit
+def draft_tokens(
+    m_i, l_i, acc, q1, q2, k, v, draft_k, draft_v, draft_slots, table_row, mask, mask_indptr, mask_start, positions,
+    q_first, length, listed, prefix, before, end, r, h, t, at, row_ok, d1, d2, dv, scale, softcap, window,
+    stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh, stride_mask,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_L: tl.constexpr, SPAN: tl.constexpr, D2: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    LATENT: tl.constexpr, DRAFT: tl.constexpr, MASK: tl.constexpr, MASK_INDPTR: tl.constexpr, MASK_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax (m_i, l_i, acc) of rows [M], with draft tokens 0 to ``end`` added under the mask.
+
+    ``q1`` [M, D1] and, where D2 > 0, ``q2`` [M, D2] hold columns ``d1`` and ``d2`` of the rows' queries. ``before``: the
+    sequence's keys before draft token 0, listed or not. ``at`` [M], the rows' positions, and ``window`` matter with WINDOW alone,
+    ``positions`` with POSITIONS, ``softcap`` with SOFTCAP.
+    """
+    for j0 in tl.range(0, end, BLOCK_L, num_stages=1):
+        j = j0 + tl.arange(0, BLOCK_L)
+        exists = j < length
+        if DRAFT == "cache":
+            exists = exists & (prefix + j < listed)
+        k_rows, v_rows = draft_rows(
+            k, v, draft_k, draft_v, draft_slots, table_row, q_first, prefix, j, exists, h,
+            stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
+            PAGE_SIZE, DRAFT,
+        )  # fmt: skip
+        k1 = tl.load(k_rows + d1[None, :], mask=exists[:, None] & (d1 < SPAN)[None, :], other=0.0).to(q1.dtype)
+        logits = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+        if D2 > 0:
+            k2 = tl.load(k_rows + d2[None, :], mask=exists[:, None] & (d2 < DK)[None, :], other=0.0).to(q1.dtype)
+            logits = tl.dot(q2, tl.trans(k2), logits, input_precision=PRECISION)
+        logits = scaled(logits, scale, softcap, SOFTCAP)
+        sees = row_ok[:, None] & exists[None, :]
+        sees = sees & allowed(
+            mask, mask_indptr, mask_start, r, q_first, length, before, t, j, j0, row_ok,
+            stride_mask, MASK, MASK_INDPTR, MASK_STRIDE, BLOCK_L,
+        )  # fmt: skip
+        if WINDOW:
+            if POSITIONS:
+                at_j = tl.load(positions + q_first + j, mask=exists, other=0).to(tl.int32)
+            else:
+                at_j = before + j
+            sees = sees & (at[:, None] - at_j[None, :] <= window)
+        logits = tl.where(sees, logits, float("-inf"))
+        p, alpha, m_i, l_i = softmax(logits, m_i, l_i, True)
+        if LATENT:
+            values = k1
+        else:
+            values = tl.load(v_rows + dv[None, :], mask=exists[:, None] & (dv < DV)[None, :], other=0.0).to(q1.dtype)
+        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
+    return m_i, l_i, acc
 
 
 @triton.jit

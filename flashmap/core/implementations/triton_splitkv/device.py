@@ -9,11 +9,10 @@ import triton.language as tl
 
 from flashmap.core.implementations.triton_shared import scratch
 from flashmap.core.implementations.triton_shared.device import (
-    LN2,
-    LOG2E,
     allowed,
     columns,
     draft_rows,
+    draft_tokens,
     finish,
     lengths,
     pairs,
@@ -28,12 +27,11 @@ except ImportError:  # a Triton without Gluon: no kernel that needs it is launch
 
 __all__ = [
     "COUNTERS",
-    "LN2",
-    "LOG2E",
     "VARYING",
     "allowed",
     "columns",
     "draft_rows",
+    "draft_tokens",
     "finish",
     "lengths",
     "pairs",

@@ -65,6 +65,7 @@ def split_kernel(
     d1 = tl.arange(0, D1)
     dv = tl.arange(0, BLOCK_DV)
     q1 = tl.load(q_rows + d1[None, :], mask=row_ok[:, None] & (d1 < SPAN)[None, :], other=0.0)
+    q2, d2 = q1, d1  # not read unless D2 > 0
     if D2 > 0:
         d2 = SPAN + tl.arange(0, D2)
         q2 = tl.load(q_rows + d2[None, :], mask=row_ok[:, None] & (d2 < DK)[None, :], other=0.0)
@@ -89,6 +90,7 @@ def split_kernel(
     start = 0
     if KV_START:
         start = tl.load(kv_start + r).to(tl.int32)
+    at = t  # not read unless WINDOW
     if WINDOW:
         at = start + prefix + t
         if POSITIONS:
@@ -189,40 +191,13 @@ def split_kernel(
         q1 = tl.load(q_rows + d1[None, :], mask=row_ok[:, None] & (d1 < SPAN)[None, :], other=0.0)
         if D2 > 0:
             q2 = tl.load(q_rows + d2[None, :], mask=row_ok[:, None] & (d2 < DK)[None, :], other=0.0)
-    for j0 in tl.range(0, tail, BLOCK_L, num_stages=1):
-        j = j0 + tl.arange(0, BLOCK_L)
-        exists = j < length
-        if DRAFT == "cache":
-            exists = exists & (prefix + j < listed)
-        dk_rows, dv_rows = device.draft_rows(
-            k, v, draft_k, draft_v, draft_slots, table_row, q_first, prefix, j, exists, h.to(tl.int64),
-            stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
-            PAGE_SIZE, DRAFT,
-        )  # fmt: skip
-        e1 = tl.load(dk_rows + d1[None, :], mask=exists[:, None] & (d1 < SPAN)[None, :], other=0.0).to(q.dtype.element_ty)
-        draft_logits = tl.dot(q1, tl.trans(e1), input_precision=PRECISION)
-        if D2 > 0:
-            e2 = tl.load(dk_rows + d2[None, :], mask=exists[:, None] & (d2 < DK)[None, :], other=0.0).to(q.dtype.element_ty)
-            draft_logits = tl.dot(q2, tl.trans(e2), draft_logits, input_precision=PRECISION)
-        draft_logits = device.scaled(draft_logits, draft_scale, softcap, SOFTCAP)
-        sees = row_ok[:, None] & exists[None, :]
-        sees = sees & device.allowed(
-            mask, mask_indptr, mask_start, r, q_first, length, start + prefix, t, j, j0, row_ok,
-            stride_mask, MASK, MASK_INDPTR, MASK_STRIDE, BLOCK_L,
-        )  # fmt: skip
-        if WINDOW:
-            if POSITIONS:
-                at_j = tl.load(positions + q_first + j, mask=exists, other=0).to(tl.int32)
-            else:
-                at_j = start + prefix + j
-            sees = sees & (at[:, None] - at_j[None, :] <= window)
-        draft_logits = tl.where(sees, draft_logits, float("-inf"))
-        pd, alpha, m_i, l_i = device.softmax(draft_logits, m_i, l_i, True)
-        if LATENT:
-            draft_values = e1
-        else:
-            draft_values = tl.load(dv_rows + dv[None, :], mask=exists[:, None] & (dv < DV)[None, :], other=0.0).to(q.dtype.element_ty)
-        acc = tl.dot(pd.to(draft_values.dtype), draft_values, acc * alpha[:, None], input_precision=PRECISION)
+    m_i, l_i, acc = device.draft_tokens(
+        m_i, l_i, acc, q1, q2, k, v, draft_k, draft_v, draft_slots, table_row, mask, mask_indptr, mask_start, positions,
+        q_first, length, listed, prefix, start + prefix, tail, r, h.to(tl.int64), t, at, row_ok, d1, d2, dv,
+        draft_scale, softcap, window,
+        stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh, stride_mask,
+        DK, DV, BLOCK_L, SPAN, D2, PAGE_SIZE, LATENT, DRAFT, MASK, MASK_INDPTR, MASK_STRIDE, WINDOW, POSITIONS, SOFTCAP, PRECISION,
+    )  # fmt: skip
     if DRAFT != "dense":
         acc = acc * v_scale
 
