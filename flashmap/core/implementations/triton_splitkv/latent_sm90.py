@@ -212,12 +212,7 @@ def latent_kernel(
             stride_mask, MASK, MASK_INDPTR, MASK_STRIDE, BLOCK_L,
         )  # fmt: skip
         x = gl.where(sees, x, float("-inf"))
-        m_new = gl.maximum(m_i, gl.max(x, 1))
-        base = gl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = gl.exp2(m_i - base)
-        p = gl.exp2(x - base[:, None])
-        l_row = l_row * alpha + gl.sum(p, 1)
-        m_i = m_new
+        p, alpha, m_i, l_row = device.softmax(x, m_i, l_row, True)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
         acc = warpgroup_mma(gl.convert_layout(p.to(DTYPE), WEIGHTS), k1.index(0), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
