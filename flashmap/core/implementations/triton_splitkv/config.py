@@ -111,7 +111,7 @@ _TABLE: dict[str, tuple[_Tuned, ...]] = {
     "gqa_fp8": (
         _Tuned(16, 64, 4, 5, 2, 128, requests=4),
         _Tuned(16, 128, 4, 5, 2, 128, registers=255),
-        _Tuned(32, 128, 4, 3, 2, 128, registers=255),
+        _Tuned(32, 128, 4, 5, 2, 128, registers=255),
         _Tuned(64, 64, 4, 5, 2, 128),
     ),
     "mla": (
@@ -137,7 +137,7 @@ def config_for(request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, 
     tuned = _pick(_TABLE[kind], rows, request.num_requests)
     m = tuned.rows
     block_n = forced.get("block_n", tuned.block_n)
-    merged = _merged(request.num_requests * request.kv_heads * rows)
+    merged, block_s, merge_warps = _merge(request.num_requests * request.kv_heads * rows, dv)
     config = Config(
         kernel="latent_sm90" if kind == "latent_sm90" else "split",
         m=m,
@@ -154,8 +154,8 @@ def config_for(request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, 
         rest=rest,
         dv=dv,
         merged=merged,
-        block_s=16 // merged if merged > 1 else max(8, min(16, 2048 // dv)),
-        merge_warps=4 if dv >= 256 else 2,
+        block_s=block_s,
+        merge_warps=merge_warps,
         registers=None if "warps" in forced else tuned.registers,
         pairs=_has_pairs(request),
         last_merges=False,
@@ -184,9 +184,16 @@ def _pick(table: tuple[_Tuned, ...], rows: int, requests: int) -> _Tuned:
     return table[-1]
 
 
-def _merged(rows: int) -> int:
-    """Rows of a program of the merge, of ``rows`` of all KV heads and requests: many programs wait for one another."""
-    return 1 if rows < 2048 else 2 if rows < 4096 else 4
+def _merge(rows: int, dv: int) -> tuple[int, int, int]:
+    """(rows of a program of the merge, splits it reads at once, its warps), for ``rows`` of all KV heads and requests.
+
+    Many programs wait for one another, so that each takes more rows; few have the device for themselves, and each reads more at once.
+    """
+    if rows >= 2048:
+        return (4, 4, 4 if dv >= 256 else 2) if rows >= 4096 else (2, 8, 4 if dv >= 256 else 2)
+    if dv > 256 and rows <= 1024:
+        return (1, 32, 8) if rows <= 320 else (1, 16, 4)
+    return (1, 8, 4) if dv >= 256 else (1, 16, 2)
 
 
 def _has_pairs(request: VerifyRequest) -> bool:
