@@ -34,7 +34,7 @@ class Config:
         merged, block_s, merge_warps: rows of a program of the merge, splits that it reads at once, and its warps.
         registers: most of a thread, where what the compiler chooses for itself is too few; None: it chooses.
         pairs: an fp8 prefix is read as 16-bit words and multiplied in fp16, also where q is bf16.
-        last_merges: no second kernel, but the last of a request's programs merges: where it gets two splits at most, on average.
+        last_merges: no second kernel, but the last of a request's programs merges. Only where it is forced.
         pdl: programmatic dependent launch, by which the merge starts before the split kernel ends.
     """
 
@@ -133,7 +133,7 @@ def config_for(request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, 
     if _has_latent_sm90(request, device) and not forced.keys() & {"block_n", "warps", "stages"}:
         kind = "latent_sm90"
     else:
-        kind = "fp32" if request.dtype == "fp32" else "mla" if request.latent else "gqa_fp8" if _has_pairs(request) else "gqa"
+        kind = "fp32" if request.dtype == "fp32" else "mla" if request.latent else "gqa_fp8" if _has_pairs(request, device) else "gqa"
     tuned = _pick(_TABLE[kind], rows, request.num_requests)
     m = tuned.rows
     block_n = forced.get("block_n", tuned.block_n)
@@ -157,14 +157,12 @@ def config_for(request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, 
         block_s=block_s,
         merge_warps=merge_warps,
         registers=None if "warps" in forced else tuned.registers,
-        pairs=_has_pairs(request),
-        last_merges=False,
+        pairs=_has_pairs(request, device),
+        last_merges=bool(forced.get("last_merges")) and kind != "latent_sm90",
         pdl=device.type == "cuda" and device.capability >= (9, 0) and device.has_triton(3, 6),
     )
     if kind == "latent_sm90":
         return config
-    few = config.target(request.kv_heads, device.sm_count) <= 2 * request.num_requests and not request.latent
-    config = replace(config, last_merges=bool(forced.get("last_merges", few)))
     return config if device.type != "cuda" else _fit(config, request, device, forced)
 
 
@@ -196,11 +194,15 @@ def _merge(rows: int, dv: int) -> tuple[int, int, int]:
     return (1, 8, 4) if dv >= 256 else (1, 16, 2)
 
 
-def _has_pairs(request: VerifyRequest) -> bool:
-    """Whether the columns of an fp8 cache can be read two by two: an address of a word is even, and a product takes 16 columns or more."""
+def _has_pairs(request: VerifyRequest, device: DeviceInfo) -> bool:
+    """Whether the columns of an fp8 cache are read two by two: an address of a word is even, and a product takes 16 columns or more.
+
+    Of GPUs on Hopper alone, where it was measured: what it takes of shared memory elsewhere is not known.
+    """
     _, d1, rest, _ = head_split(request)
     return (
-        request.kv_dtype.startswith("fp8")
+        (device.type != "cuda" or device.capability[0] == 9)
+        and request.kv_dtype.startswith("fp8")
         and request.dtype != "fp32"
         and request.aligned
         and request.head_dim % 2 == request.v_head_dim % 2 == 0
@@ -263,8 +265,8 @@ def shared_memory(config: Config, request: VerifyRequest) -> int:
     tiles = ahead * config.block_n * columns * kv_size
     if kv_size != size:
         tiles += config.block_n * columns * size if warpgroup else config.block_l * config.dv * size
-    if config.pairs and warpgroup and config.last_merges:  # the two halves of the result are joined, while it is kept
-        tiles += config.m * config.dv * 4
+    if config.last_merges:  # partial results, three splits ahead
+        tiles += 3 * config.m * config.dv * 4
     return query + weights + max(tiles, config.block_l * columns * size) + 1024
 
 

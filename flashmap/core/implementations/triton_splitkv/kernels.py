@@ -249,7 +249,7 @@ split_kernel_of_any_alignment = triton.jit(
 def merge_kernel(
     out, lse, parts, lse_at, cu_q, lens, kv_start, sinks,
     num_requests, table_keys, window, target, min_tiles, max_splits, stride_ot, stride_oh,
-    HKV: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr, BLOCK_S: tl.constexpr, AHEAD: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr, PAGED: tl.constexpr, DRAFT: tl.constexpr,
     WINDOW: tl.constexpr, POSITIONS: tl.constexpr, KV_START: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -273,7 +273,7 @@ def merge_kernel(
     m_i = tl.full([MERGED], float("-inf"), dtype=tl.float32)
     l_i = tl.zeros([MERGED], dtype=tl.float32)
     acc = tl.zeros([MERGED, BLOCK_DV], dtype=tl.float32)
-    for s0 in tl.range(0, splits, BLOCK_S, num_stages=AHEAD):
+    for s0 in range(0, splits, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
         inside = (s < splits)[:, None] & row_ok[None, :]
         part = ((first + s).to(tl.int64) * HKV + h)[:, None] * ROWS + rows[None, :]

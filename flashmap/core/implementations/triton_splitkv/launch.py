@@ -137,7 +137,7 @@ def _plan(request: VerifyRequest, device: DeviceInfo) -> Plan:
         grid=(request.kv_heads * config.row_blocks, launched),
         constants=constants,
         merge_grid=(request.kv_heads * -(-rows // config.merged), request.num_requests),
-        merge_constants=dict(shared, MERGED=config.merged, BLOCK_S=config.block_s, AHEAD=1, num_warps=config.merge_warps, **pdl),
+        merge_constants=dict(shared, MERGED=config.merged, BLOCK_S=config.block_s, num_warps=config.merge_warps, **pdl),
     )
 
 
