@@ -19,8 +19,8 @@ from flashmap.bench.plot import SERIES, draw
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "img"
-OP = RESULTS / "2026-11-30-h200-op.jsonl"
-FEATURES = RESULTS / "2026-11-30-h200-features.jsonl"
+OP = RESULTS / "2026-12-01-h200-op.jsonl"
+FEATURES = RESULTS / "2026-12-01-h200-features.jsonl"
 ENGINES = RESULTS / "2026-12-01-h200-engines"
 
 LABELS = {"sglang": "SGLang", "vllm": "vLLM"}

@@ -17,7 +17,7 @@ from flashmap.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-OP, FEATURES = RESULTS / "2026-11-30-h200-op.jsonl", RESULTS / "2026-11-30-h200-features.jsonl"
+OP, FEATURES = RESULTS / "2026-12-01-h200-op.jsonl", RESULTS / "2026-12-01-h200-features.jsonl"
 runner = CliRunner()
 
 
