@@ -151,5 +151,8 @@ def test_fp8_latent_caches_go_to_the_hopper_kernel() -> None:
     ],
 )
 def test_which_fp8_caches_are_read_in_pairs_of_columns(change: dict[str, Any], pairs: bool) -> None:
-    found = config_for(replace(GQA, **{"kv_dtype": "fp8_e4m3", **change}), H200)
+    request = replace(GQA, **{"kv_dtype": "fp8_e4m3", **change})
+    found = config_for(request, H200)
     assert found is not None and found.pairs is pairs
+    elsewhere = config_for(request, DeviceInfo.known("sm89"))
+    assert elsewhere is not None and not elsewhere.pairs, "of GPUs on Hopper alone"

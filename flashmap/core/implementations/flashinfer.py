@@ -3,7 +3,7 @@
 Chains and trees of GQA by ``BatchPrefillWithPagedKVCacheWrapper`` (its fa2 kernels, the ones that take a mask), chains of MLA by
 ``BatchMLAPagedAttentionWrapper``. FlashInfer shares the work out on the host, and the kernels' grid follows from that: a graph would
 keep the shares of the lengths that it was captured with. So a call waits for the device once, to read its lengths (and where
-FlashInfer packs a mask again), and is declined while a graph is captured. It runs only when it is named. No GPU has run it yet.
+FlashInfer packs a mask again), and is declined while a graph is captured. It runs only when it is named.
 
 What FlashInfer's kernels read, in 0.6.14 (include/flashinfer/attention/prefill.cuh, mla.cuh and mla_hopper.cuh): no row behind a
 request's last key, and no page behind its last page. In shared memory such a row of V, or of a latent, is zeros
