@@ -82,7 +82,7 @@ def test_full_grid(case: Case) -> None:
 
 @pytest.fixture(params=["0", "1"], ids=["merge kernel", "last merges"])
 def merging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both ways to merge, of which the configuration chooses one by the sizes."""
+    """Both ways to merge: the second only runs where it is forced."""
     from flashmap.core.implementations.triton_splitkv import launch
 
     monkeypatch.setenv("FLASHMAP_SPLITKV_LAST_MERGES", request.param)
