@@ -23,6 +23,7 @@ from flashmap.core.implementations.triton_shared.arguments import (
     indexed,
     mask_arguments,
     or_unused,
+    planned_for,
 )
 from flashmap.core.implementations.triton_shared.shapes import head_split, power_of_two
 from flashmap.core.inputs import Call, PagedKV
@@ -64,7 +65,7 @@ def not_ready(call: Call, name: str) -> tuple[Reason, ...]:
 
 def prepare(request: VerifyRequest, limits: Limits, device: torch.device, name: str, attend: Attend) -> None:
     """Reserve scratch for the worst call within ``limits``; compile, and let the library load its kernels, by calls that are empty."""
-    device, info = indexed(device), replace(DeviceInfo.of(device), capturing=False)
+    device, info = indexed(device), planned_for(device)
     longest = replace(request, num_requests=limits.max_requests, max_query_len=max(limits.max_query_len, request.max_query_len))
     scratch.scratch_of(device).reserve(_plan(longest, info, name).scratch)
     pages = -(-limits.max_kv_len // request.page_size)  # the library's choice of kernels depends on the width of the table
@@ -73,8 +74,7 @@ def prepare(request: VerifyRequest, limits: Limits, device: torch.device, name: 
 
 
 def _plan_of(call: Call, name: str) -> Plan:
-    device = DeviceInfo.of(call.q.device)
-    return _plan(call.request, replace(device, capturing=False) if device.capturing else device, name)
+    return _plan(call.request, planned_for(call.q.device), name)
 
 
 @functools.lru_cache(maxsize=4096)

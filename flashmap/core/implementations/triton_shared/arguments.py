@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from triton.runtime import driver
 
 from flashmap.core.inputs import Call, KVCache, PagedKV, SlotKV, TreeMask, resolve
-from flashmap.core.request import VerifyRequest
+from flashmap.core.request import DeviceInfo, VerifyRequest
 
 _TORCH = {
     "fp32": torch.float32,
@@ -35,6 +36,12 @@ def mask_arguments(mask: TreeMask | None, unused: torch.Tensor) -> tuple[torch.T
 
 def or_unused(tensor: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:
     return unused if tensor is None else tensor
+
+
+def planned_for(device: torch.device) -> DeviceInfo:
+    """What a plan for ``device`` depends on: the same whether or not a graph is being captured."""
+    info = DeviceInfo.of(device)
+    return replace(info, capturing=False) if info.capturing else info
 
 
 def indexed(device: torch.device) -> torch.device:

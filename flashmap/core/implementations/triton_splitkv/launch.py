@@ -15,6 +15,7 @@ from flashmap.core.implementations.triton_shared.arguments import (
     indexed,
     mask_arguments,
     or_unused,
+    planned_for,
 )
 from flashmap.core.implementations.triton_splitkv import kernels
 from flashmap.core.implementations.triton_splitkv.config import Config, config_for, overrides, request_block
@@ -52,7 +53,7 @@ def not_ready(call: Call) -> tuple[Reason, ...]:
 
 def prepare(request: VerifyRequest, limits: Limits, device: torch.device) -> None:
     """Reserve scratch for the worst call within ``limits`` and compile by launching calls whose requests are all empty."""
-    device, info = indexed(device), replace(DeviceInfo.of(device), capturing=False)
+    device, info = indexed(device), planned_for(device)
     worst = replace(request, num_requests=limits.max_requests, max_kv_len=None)
     sizes = [_plan(replace(worst, max_query_len=length), info).partials for length in range(1, limits.max_query_len + 1)]
     scratch.scratch_of(device).reserve(max(sizes))
@@ -68,8 +69,7 @@ def prepare(request: VerifyRequest, limits: Limits, device: torch.device) -> Non
 
 
 def _plan_of(call: Call) -> Plan:
-    device = DeviceInfo.of(call.q.device)
-    return _plan(call.request, replace(device, capturing=False) if device.capturing else device)
+    return _plan(call.request, planned_for(call.q.device))
 
 
 @functools.lru_cache(maxsize=4096)
