@@ -1,15 +1,16 @@
-"""One engine on one GPU, with FlashMap or without it: the time of a verify step, what a trained model says, or many requests.
+"""One engine on one GPU, with FlashMap or without it: the time of a verify step, what a trained model says and accepts, or many requests.
 
     python -m benchmarks.engine_bench sglang steps --model DIR --draft DIR --steps 5 --topk 4 --backend triton --ctx 8192,32768
     python -m benchmarks.engine_bench vllm text --model benchmarks/models/llama_tiny --draft benchmarks/models/llama_tiny_eagle --steps 5
 
 ``steps``: DIR needs a config.json alone, weights are made up. The prompts stay in the prefix cache, so that 1 token and 1 + 96 tokens
 differ by the verify steps; the fastest of three of each is taken. ``text``: held-out prompts of the small models, greedy;
-new tokens over verify steps, and the tokens. ``soak``: the same with 1, 8 and 32 requests in flight, of mixed lengths, 40 for each
-place in the batch; by how much the engine's memory on the GPU grew after the first round, and how many requests got the tokens that they get alone.
+new tokens over verify steps, and the tokens. ``acceptance``: the first of them for 512 prompts, so many that two kernels' near-ties
+cancel out. ``soak``: 1, 8 and 32 requests in flight, of mixed lengths, 40 for each place in the batch; by how much the engine's memory
+on the GPU grew after the first round, and how many requests got the tokens that they get alone. One engine can do these three in turn.
 
 ``--flashmap check`` also runs the engine's own kernel in every call and keeps the largest difference; it goes without CUDA graphs.
-One JSON line, appended to --json-out. Compare runs of one machine, made one after the other; ``--turn`` lets several engines load at once
+One JSON line each, appended to --json-out. Compare runs of one machine, made one after the other; ``--turn`` lets several engines load at once
 (engine_runs.py).
 """
 
@@ -32,6 +33,7 @@ from benchmarks.engines import Engine, Generated
 from flashmap.bench import report
 
 STEPS = 96
+ACCEPTANCE_GROUPS, ACCEPTANCE_PROMPTS = 16, 32
 SOAK_BATCHES = (1, 8, 32)
 SOAK_REQUESTS = 40  # of each place in the batch: 88 new tokens on average, at 4 to 5 a step, are more than 512 steps
 FLASHMAP = {
@@ -50,11 +52,10 @@ def main() -> None:
     engine: Engine = importlib.import_module(f"benchmarks.engines.{args.engine}").start(args)
     import torch
 
-    row: dict[str, Any] = {
+    same: dict[str, Any] = {
         "name": args.name,
         "date": report.now(),
         "commit": report.commit(),
-        "what": args.what,
         "engine": args.engine,
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": {args.engine: engine.version, "torch": torch.__version__},
@@ -64,23 +65,24 @@ def main() -> None:
         "init_s": round(time.monotonic() - start, 1),
     }
     with _turn(args.turn):
-        row |= {"steps": _step_times, "text": _text, "soak": _soak}[args.what](engine, args)
-        row["counts"], row["differences"] = _counters(stats)
-        line = json.dumps(row)
-        print(line, flush=True)
-        if args.json_out:
-            with open(args.json_out, "a") as out:
-                print(line, file=out)
+        for what in args.what:
+            row = same | {"what": what} | MEASURES[what](engine, args)
+            row["counts"], row["differences"] = _counters(stats)
+            line = json.dumps(row)
+            print(line, flush=True)
+            if args.json_out:
+                with open(str(args.json_out).replace("WHAT", what), "a") as out:
+                    print(line, file=out)
         if args.profile:
             engine.profile(_random_prompt(args.ctx[-1]), args.profile)
-    engine.close()
+        engine.close()  # in its turn: others read the memory of the whole GPU
 
 
 def _arguments() -> argparse.Namespace:
     head, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("sglang", "vllm"))
-    parser.add_argument("what", choices=("steps", "text", "soak"))
+    parser.add_argument("what", nargs="+", choices=tuple(MEASURES))
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft", type=Path, help="drafter's folder (default: the target's own MTP layer)")
     parser.add_argument("--method", choices=("eagle", "eagle3", "mtp", "ngram", "none"), help="default: eagle with --draft, mtp without")
@@ -97,7 +99,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="steps: then write a torch profiler trace of a few steps into this folder")
     parser.add_argument("--name", help="of the run, for the record")
     parser.add_argument("--turn", type=Path, help="once loaded, append a line to FILE.ready, wait for FILE, and measure holding its lock")
-    parser.add_argument("--json-out", type=Path)
+    parser.add_argument("--json-out", type=Path, help="a file; WHAT in its name stands for what is measured")
     args = parser.parse_args()
     args.ctx = [int(n) for n in args.ctx.split(",")]
     args.method = args.method or ("eagle" if args.draft else "mtp")
@@ -107,7 +109,9 @@ def _arguments() -> argparse.Namespace:
             parser.error(f"there is no config.json in {folder}")
     if args.engine == "vllm" and args.topk > 1:
         parser.error("--topk: vLLM has no trees")
-    if args.profile and args.what != "steps":
+    if "steps" in args.what and len(args.what) > 1:
+        parser.error("steps needs an engine of its own: its weights are made up")
+    if args.profile and args.what != ["steps"]:
         parser.error("--profile goes with steps")
     return args
 
@@ -157,6 +161,16 @@ def _text(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _acceptance(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.models import data
+
+    prompts = data.prompts(ACCEPTANCE_GROUPS * ACCEPTANCE_PROMPTS, longest=600, seed=1)
+    groups = [prompts[i : i + ACCEPTANCE_PROMPTS] for i in range(0, len(prompts), ACCEPTANCE_PROMPTS)]
+    found = [engine.generate(group, args.new_tokens) for group in groups]
+    every = Generated(0, [tokens for run in found for tokens in run.tokens], sum(run.steps for run in found))
+    return {"tokens_per_step": _tokens_per_step(every), "groups": [_tokens_per_step(run) for run in found]}
+
+
 def _soak(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.models import data
 
@@ -182,6 +196,9 @@ def _soak(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
             "as_alone": [sum(seen), len(seen)],
         }
     return {"batch": found}
+
+
+MEASURES = {"steps": _step_times, "text": _text, "acceptance": _acceptance, "soak": _soak}
 
 
 def _tokens_per_step(run: Generated) -> float:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine_runs sglang text --out DIR
     python -m benchmarks.engine_runs vllm steps --out DIR --only "llama-.*"
-    python -m benchmarks.engine_runs sglang text --list
+    python -m benchmarks.engine_runs sglang text acceptance soak --list
 
-DIR gets one JSON line a run, in ENGINE-WHAT.jsonl, and a log of each.
+DIR gets one JSON line a run, in ENGINE-WHAT.jsonl, and a log of each. One engine does all that is asked for and named alike.
 ``--at-once`` says how many fit on the GPU; engines of ``steps`` hold weights of a full-sized model, 17 GB for Llama's and 4 GB for DeepSeek's.
 """
 
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine_bench import MEASURES
 from benchmarks.models.architecture import DeepSeek, Llama
 from benchmarks.models.checkpoints import DEEPSEEK, EAGLE, EAGLE3, HERE, LLAMA
 
@@ -45,16 +46,21 @@ _BIG = {"llama": ["--model", "llama8b", "--steps"], "dsv3": ["--model", "dsv3", 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One engine: ``arguments`` of engine_bench.py, in which models are names of SHAPES or of the small models."""
+    """One engine: ``arguments`` of engine_bench.py, in which models are names of SHAPES or of the small models, and what it measures."""
 
     name: str
     arguments: list[str]
     environ: dict[str, str] = field(default_factory=dict)
+    whats: list[str] = field(default_factory=list)
 
 
-def runs(engine: str, what: str) -> list[Run]:
-    """All runs of a kind, in the order in which they are measured."""
-    return list({"sglang": _sglang, "vllm": _vllm}[engine](what))
+def runs(engine: str, whats: list[str]) -> list[Run]:
+    """All runs of these kinds, in the order in which they are measured."""
+    found: dict[str, Run] = {}
+    for what in whats:
+        for run in {"sglang": _sglang, "vllm": _vllm}[engine](what):
+            found.setdefault(run.name, run).whats.append(what)
+    return list(found.values())
 
 
 def _sglang(what: str) -> Iterator[Run]:
@@ -73,7 +79,7 @@ def _sglang(what: str) -> Iterator[Run]:
         for name, arguments in small:
             for run in _grid(f"{name}-qlen", arguments, ("triton",), ("auto",)):
                 yield Run(run.name, run.arguments, {"FLASHMAP_SGLANG_QLEN_MASK": "1"})
-    elif what == "soak":
+    elif what in ("acceptance", "soak"):
         for name, arguments in small:
             yield from _grid(name, arguments, ("triton", "fa3"), ("off", "auto"))
     else:
@@ -103,7 +109,7 @@ def _vllm(what: str) -> Iterator[Run]:
             for runner in "01":
                 for run in _grid(f"{name}-v2is{runner}", arguments, (backend,), ("forced",)):
                     yield Run(run.name, run.arguments, {"VLLM_USE_V2_MODEL_RUNNER": runner})
-    elif what == "soak":
+    elif what in ("acceptance", "soak"):
         yield from _grid("ll", ll, dense, ("off", "auto"))
         yield from _grid("ds", ds, latent[:2], ("off", "auto"))
     else:
@@ -124,7 +130,7 @@ def main() -> None:
     head, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("sglang", "vllm"))
-    parser.add_argument("what", choices=("steps", "text", "soak"))
+    parser.add_argument("what", nargs="+", choices=tuple(MEASURES))
     parser.add_argument("--out", type=Path, help="a folder")
     parser.add_argument("--only", default="", help="a regular expression that the names begin with")
     parser.add_argument("--at-once", type=int, default=8, help="engines on the GPU at a time")
@@ -175,8 +181,8 @@ def _start(args: argparse.Namespace, run: Run, folder: Path, turn: Path) -> subp
     words = run.arguments
     arguments = [_model(word, folder) if words[i - 1] in ("--model", "--draft") else word for i, word in enumerate(words)]
     command = [
-        sys.executable, "-m", "benchmarks.engine_bench", args.engine, args.what, *arguments,
-        "--name", run.name, "--turn", str(turn), "--json-out", str(args.out / f"{args.engine}-{args.what}.jsonl"),
+        sys.executable, "-m", "benchmarks.engine_bench", args.engine, *run.whats, *arguments,
+        "--name", run.name, "--turn", str(turn), "--json-out", str(args.out / f"{args.engine}-WHAT.jsonl"),
     ]  # fmt: skip
     with open(args.out / f"{run.name}.log", "w") as log:
         return subprocess.Popen(command, env=os.environ | run.environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

@@ -14,14 +14,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-@pytest.mark.parametrize("what", ["steps", "text", "soak"])
-def test_arguments_are_those_of_engine_bench(engine, what, tmp_path, monkeypatch):
-    runs = engine_runs.runs(engine, what)
+@pytest.mark.parametrize("whats", [("steps",), ("text", "acceptance", "soak")])
+def test_arguments_are_those_of_engine_bench(engine, whats, tmp_path, monkeypatch):
+    runs = engine_runs.runs(engine, whats)
     assert len({run.name for run in runs}) == len(runs) >= 8
+    assert {what for run in runs for what in run.whats} == set(whats)
+    assert sum(len(run.whats) for run in runs) == sum(len(engine_runs.runs(engine, [what])) for what in whats)
     for run in runs:
         words = run.arguments
         arguments = [engine_runs._model(w, tmp_path) if words[i - 1] in ("--model", "--draft") else w for i, w in enumerate(words)]
-        monkeypatch.setattr(sys, "argv", ["engine_bench", engine, what, *arguments])
+        monkeypatch.setattr(sys, "argv", ["engine_bench", engine, *run.whats, *arguments])
         args = engine_bench._arguments()
         assert run.name.endswith(f"{args.backend}-{args.flashmap}")
 

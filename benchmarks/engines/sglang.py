@@ -28,6 +28,7 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
         "grammar_backend": "none",
         "disable_cuda_graph": args.flashmap == "check",
         "disable_prefill_cuda_graph": True,  # they take most of the start
+        "sleep_on_idle": True,  # other engines measure while this one waits
         "attention_backend": args.backend,
     }
     if args.method != "none":
@@ -42,7 +43,7 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     if args.page_size:
         found["page_size"] = args.page_size
     # Pools of a fixed size, so that several engines can share a GPU.
-    if args.what == "steps":
+    if "steps" in args.what:
         found |= {
             "load_format": "dummy",
             "mem_fraction_static": 0.9,
