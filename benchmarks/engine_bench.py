@@ -41,6 +41,7 @@ FLASHMAP = {
     "auto": {},
     "forced": {"FLASHMAP_IMPL": "triton_splitkv", "FLASHMAP_STRICT": "1"},
     "check": {"FLASHMAP_IMPL": "triton_splitkv", "FLASHMAP_STRICT": "1", "FLASHMAP_CHECK": "1"},
+    "fa3_tail": {"FLASHMAP_IMPL": "fa3_tail"},
 }
 
 
@@ -64,8 +65,9 @@ def main() -> None:
         **{name: getattr(args, name) for name in ("backend", "method", "steps", "topk", "draft_tokens", "page_size", "engine_args")},
         "init_s": round(time.monotonic() - start, 1),
     }
-    with _turn(args.turn):
-        for what in args.what:
+    _wait_for_all(args.turn)
+    for what in args.what:
+        with _turn(args.turn, alone=what in ("steps", "soak")):
             row = same | {"what": what} | MEASURES[what](engine, args)
             row["counts"], row["differences"] = _counters(stats)
             line = json.dumps(row)
@@ -73,9 +75,11 @@ def main() -> None:
             if args.json_out:
                 with open(str(args.json_out).replace("WHAT", what), "a") as out:
                     print(line, file=out)
-        if args.profile:
-            engine.profile(_random_prompt(args.ctx[-1]), args.profile)
-        engine.close()  # in its turn: others read the memory of the whole GPU
+            if what != args.what[-1]:
+                continue
+            if args.profile:
+                engine.profile(_random_prompt(args.ctx[-1]), args.profile)
+            engine.close()  # in its turn: others read the memory of the whole GPU
 
 
 def _arguments() -> argparse.Namespace:
@@ -98,7 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--flashmap", choices=tuple(FLASHMAP), default="auto")
     parser.add_argument("--profile", type=Path, help="steps: then write a torch profiler trace of a few steps into this folder")
     parser.add_argument("--name", help="of the run, for the record")
-    parser.add_argument("--turn", type=Path, help="once loaded, append a line to FILE.ready, wait for FILE, and measure holding its lock")
+    parser.add_argument("--turn", type=Path, help="once loaded, append a line to FILE.ready, wait for FILE, and measure under its lock")
     parser.add_argument("--json-out", type=Path, help="a file; WHAT in its name stands for what is measured")
     args = parser.parse_args()
     args.ctx = [int(n) for n in args.ctx.split(",")]
@@ -116,17 +120,22 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
+def _wait_for_all(turn: Path | None) -> None:
+    if turn is not None:
+        with open(f"{turn}.ready", "a") as ready:
+            print(os.getpid(), file=ready, flush=True)
+        while not turn.exists():
+            time.sleep(0.2)
+
+
 @contextlib.contextmanager
-def _turn(path: Path | None) -> Iterator[None]:
-    if path is None:
+def _turn(turn: Path | None, *, alone: bool) -> Iterator[None]:
+    """What measures time or the GPU's memory has it ``alone``; texts may be made side by side."""
+    if turn is None:
         yield
         return
-    with open(f"{path}.ready", "a") as ready:
-        print(os.getpid(), file=ready, flush=True)
-    while not path.exists():
-        time.sleep(0.2)
-    with open(path) as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with open(turn) as held:
+        fcntl.flock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 
 
@@ -153,7 +162,6 @@ def _text(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     prompts = data.prompts(args.prompts, longest=600)
     first, second = (engine.generate(prompts, args.new_tokens) for _ in range(2))
     return {
-        "seconds": round(second.seconds, 3),
         "tokens_per_step": _tokens_per_step(second),
         "repeat_same": first.tokens == second.tokens,
         "prompts": prompts,

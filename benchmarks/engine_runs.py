@@ -71,6 +71,9 @@ def _sglang(what: str) -> Iterator[Run]:
         for name, arguments in (*small, ("ds-chain", ds), ("ll-chain", ll)):
             forced = "forced" if name.endswith("chain") else "auto"
             yield from _grid(name, arguments, ("triton", "fa3"), ("off", forced, "check"))
+        exact = ["--engine-args", json.dumps({"dtype": "float32"})]
+        for name, arguments in small:
+            yield from _grid(f"{name}-f32", arguments + exact, ("triton",), ("off", "forced"))
         e3 = ["--model", LLAMA, "--draft", EAGLE3, "--steps", "5", *tree]
         yield from _grid("ll-e3tree", e3, ("triton",), ("off", "auto"))
         paged = ["--page-size", "64"]
@@ -81,12 +84,13 @@ def _sglang(what: str) -> Iterator[Run]:
                 yield Run(run.name, run.arguments, {"FLASHMAP_SGLANG_QLEN_MASK": "1"})
     elif what in ("acceptance", "soak"):
         for name, arguments in small:
-            yield from _grid(name, arguments, ("triton", "fa3"), ("off", "auto"))
+            yield from _grid(name, arguments, ("triton", "fa3"), ("off", "auto") if what == "acceptance" else ("auto",))
     else:
         llama = [*_BIG["llama"], "5", "--draft", "eagle8b_sglang"]
         for name, arguments in (("llama", llama), ("dsv3", _BIG["dsv3"])):
             for kind, more in (("tree", tree), ("chain", [])):
                 yield from _grid(f"{name}-{kind}", [*arguments, *more, *_CTX], ("triton", "fa3"), ("off", "auto"))
+        yield from _grid("dsv3-tree", [*_BIG["dsv3"], *tree, *_CTX], ("fa3",), ("forced", "fa3_tail"))
 
 
 def _vllm(what: str) -> Iterator[Run]:
@@ -110,7 +114,7 @@ def _vllm(what: str) -> Iterator[Run]:
                 for run in _grid(f"{name}-v2is{runner}", arguments, (backend,), ("forced",)):
                     yield Run(run.name, run.arguments, {"VLLM_USE_V2_MODEL_RUNNER": runner})
     elif what in ("acceptance", "soak"):
-        yield from _grid("ll", ll, dense, ("off", "auto"))
+        yield from _grid("ll", ll, dense, ("off", "auto") if what == "acceptance" else ("auto",))
         yield from _grid("ds", ds, latent[:2], ("off", "auto"))
     else:
         yield from _grid("llama", [*_BIG["llama"], "7", "--draft", "eagle8b", *_CTX], dense, ("off", "auto"))
@@ -136,6 +140,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8, help="engines on the GPU at a time")
     parser.add_argument("--load-seconds", type=float, default=300, help="an engine that is not loaded then is left behind")
     parser.add_argument("--measure-seconds", type=float, default=300, help="for all the engines that are on the GPU at a time")
+    parser.add_argument("--profile", action="store_true", help="steps: also a trace of each, in DIR/NAME")
     parser.add_argument("--list", action="store_true", help="the names and their arguments")
     args = parser.parse_args()
     chosen = [run for run in runs(args.engine, args.what) if re.match(args.only, run.name)]
@@ -183,6 +188,7 @@ def _start(args: argparse.Namespace, run: Run, folder: Path, turn: Path) -> subp
     command = [
         sys.executable, "-m", "benchmarks.engine_bench", args.engine, *run.whats, *arguments,
         "--name", run.name, "--turn", str(turn), "--json-out", str(args.out / f"{args.engine}-WHAT.jsonl"),
+        *(["--profile", str(args.out / run.name)] if args.profile else []),
     ]  # fmt: skip
     with open(args.out / f"{run.name}.log", "w") as log:
         return subprocess.Popen(command, env=os.environ | run.environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

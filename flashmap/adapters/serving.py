@@ -34,13 +34,10 @@ class Batch:
 
 
 class Serving:
-    """Of one engine: ``engine`` is under what its calls are counted, ``title`` what log lines call it.
+    """Of one engine: ``engine`` is under what its calls are counted, ``title`` what log lines call it."""
 
-    ``among``: the implementations that are chosen without being named, which are those that ran in that engine on a GPU; None: all.
-    """
-
-    def __init__(self, engine: str, title: str, among: tuple[str, ...] | None = None) -> None:
-        self.engine, self.title, self.among = engine, title, among
+    def __init__(self, engine: str, title: str) -> None:
+        self.engine, self.title = engine, title
         self._prepared: set[tuple[VerifyRequest, Limits, str]] = set()
         self._told: set[tuple[str, ...]] = set()
         self._accepted: dict[VerifyRequest, bool] = {}
@@ -57,7 +54,7 @@ class Serving:
         ``right`` False: the engine's kernel would not give the right answer, so that ours need not be the faster one.
         Raises Declined under FLASHMAP_STRICT where FLASHMAP_IMPL cannot serve the call.
         """
-        decision = dispatch.route(request, device, kernel if right else None, self.among)
+        decision = dispatch.route(request, device, kernel if right else None)
         if decision.winner is None:
             reason = decision.reasons[0]
             said = (kernel, role, reason.code) in self._told  # then no text is made

@@ -29,24 +29,22 @@ class Policy:
     """What the caller wants. ``impl``: this implementation or nothing. ``strict``: no falling back to torch_dense on a GPU.
 
     ``engine_kernel``: the kernel that an engine would run instead, such as "vllm.CPU_ATTN"; where it is known to be the
-    faster one, the winner is None and the adapter leaves the call to the engine. ``among``: where nobody is named, these
-    alone are tried; None: all.
+    faster one, the winner is None and the adapter leaves the call to the engine.
     """
 
     impl: str | None = None
     strict: bool = False
     engine_kernel: str | None = None
-    among: tuple[str, ...] | None = None
 
     @classmethod
-    def from_env(cls, impl: str | None = None, engine_kernel: str | None = None, among: tuple[str, ...] | None = None) -> Policy:
+    def from_env(cls, impl: str | None = None, engine_kernel: str | None = None) -> Policy:
         """``impl`` alone, or else FLASHMAP_IMPL with FLASHMAP_STRICT. ValueError when FLASHMAP_IMPL names nothing."""
         if impl is not None:
             return cls(impl, engine_kernel=engine_kernel)
         impl = env.get("FLASHMAP_IMPL")
         if impl is not None and impl not in registry.names():
             raise ValueError(f"FLASHMAP_IMPL={impl!r} names no implementation: set it to one of {', '.join(registry.names())}, or unset it")
-        return cls(impl, env.get("FLASHMAP_STRICT"), engine_kernel, among)
+        return cls(impl, env.get("FLASHMAP_STRICT"), engine_kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +100,6 @@ def choose(
 
     able, faster = [], None
     for name in preference(request, device, table):
-        if policy.among is not None and name not in policy.among:
-            continue
         reasons = get(name).why_not(request, device)
         if not reasons and name == FALLBACK and device.type == "cuda" and (policy.strict or policy.engine_kernel is not None):
             why = "FLASHMAP_STRICT is set" if policy.strict else f"{policy.engine_kernel} is faster"
@@ -140,15 +136,15 @@ def select(call: Call, impl: str | None = None) -> VerifyAttention:
     return winner
 
 
-def route(request: VerifyRequest, device: DeviceInfo, engine_kernel: str | None, among: tuple[str, ...] | None = None) -> Decision:
+def route(request: VerifyRequest, device: DeviceInfo, engine_kernel: str | None) -> Decision:
     """What an adapter asks: who serves a call that ``engine_kernel`` would serve otherwise. Winner None: leave it to the engine.
 
-    ``engine_kernel`` None: the engine would not give the right answer, so that ours need not be faster. ``among``: as of Policy.
+    ``engine_kernel`` None: the engine would not give the right answer, so that ours need not be faster.
 
     FLASHMAP_IMPL and FLASHMAP_STRICT count as in the op. Raises Declined where FLASHMAP_STRICT is set and the
     implementation that FLASHMAP_IMPL names cannot serve the call.
     """
-    policy = Policy.from_env(engine_kernel=engine_kernel, among=among)
+    policy = Policy.from_env(engine_kernel=engine_kernel)
     decision = decide(request, device, policy)
     if decision.winner is None and policy.strict and policy.impl is not None:
         raise Declined(policy.impl, decision.reasons)

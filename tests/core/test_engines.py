@@ -115,12 +115,3 @@ def test_dispatch_leaves_it_to_the_engine_unless_a_name_is_given() -> None:
     assert "no whole engine" in decision.reasons[0].text
     assert dispatch.choose(chain, H200, Policy()).winner == "triton_splitkv", "where the engine's is wrong, none is named"
     assert dispatch.choose(chain, H200, Policy("torch_dense", engine_kernel="sglang.fa3")).winner == "torch_dense"
-
-
-def test_an_engine_gets_those_that_ran_in_it() -> None:
-    """The fastest of ours for this call runs FlashAttention 3; an adapter may not know it yet."""
-    tree = VerifyRequest(32, 8, 128, 128, max_query_len=17, num_requests=8, mask="qlen", page_size=64)
-    able = type("Able", (), {"why_not": lambda self, request, device: ()})()
-    assert TABLE is not None and TABLE.order(tree)[0] == "fa3_tail"
-    for among, winner in ((None, "fa3_tail"), (("triton_splitkv",), "triton_splitkv")):
-        assert dispatch.choose(tree, H200, Policy(among=among), table=TABLE, get=lambda name: able).winner == winner

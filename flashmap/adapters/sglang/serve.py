@@ -21,7 +21,7 @@ __all__ = ["MODES", "attend", "checking", "compare", "forget", "left", "remember
 # The forward modes that can be served: how ForwardMode tells them, and what their batches do.
 MODES = {"target_verify": ("is_target_verify", "target verify"), "draft_extend_v2": ("is_draft_extend_v2", "draft extend")}
 
-_serving = Serving("sglang", "SGLang", among=("triton_splitkv", "torch_dense"))
+_serving = Serving("sglang", "SGLang")
 _limits: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
 left, tell = _serving.left, _serving.tell
 
