@@ -3,10 +3,10 @@
     python -m benchmarks.engine_bench sglang steps --model DIR --draft DIR --steps 5 --topk 4 --backend triton --ctx 8192,32768
     python -m benchmarks.engine_bench vllm text --model benchmarks/models/llama_tiny --draft benchmarks/models/llama_tiny_eagle --steps 5
 
-``steps``: DIR needs a config.json alone, weights are made up. The prompts stay in the prefix cache, so that 1 token and 1 + 96 tokens
+``steps``: DIR needs a config.json alone, weights are made up. The prompts stay in the prefix cache, so that 1 token and 1 + 64 tokens
 differ by the verify steps; the fastest of three of each is taken. ``text``: held-out prompts of the small models, greedy;
 new tokens over verify steps, and the tokens. ``acceptance``: the first of them for 512 prompts, so many that two kernels' near-ties
-cancel out. ``soak``: 1, 8 and 32 requests in flight, of mixed lengths, 40 for each place in the batch; by how much the engine's memory
+cancel out. ``soak``: 1, 8 and 32 requests in flight, of mixed lengths, 28 for each place in the batch; by how much the engine's memory
 on the GPU grew after the first round, and how many requests got the tokens that they get alone. One engine can do these three in turn.
 
 ``--flashmap check`` also runs the engine's own kernel in every call and keeps the largest difference; it goes without CUDA graphs.
@@ -32,10 +32,10 @@ from typing import Any
 from benchmarks.engines import Engine, Generated
 from flashmap.bench import report
 
-STEPS = 96
+STEPS = 64
 ACCEPTANCE_GROUPS, ACCEPTANCE_PROMPTS = 16, 32
 SOAK_BATCHES = (1, 8, 32)
-SOAK_REQUESTS = 40  # of each place in the batch: 88 new tokens on average, at 4 to 5 a step, are more than 512 steps
+SOAK_REQUESTS = 28  # of each place in the batch: 88 new tokens on average, at 3.5 to 4.5 a step, are more than 512 steps
 FLASHMAP = {
     "off": {"FLASHMAP_DISABLE": "1"},
     "auto": {},
