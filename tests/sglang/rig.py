@@ -37,10 +37,10 @@ class Rig:
         self.name, self.mla, self.topk, self.page, self.width, self.window = name, mla, topk, page, width, window
         self.heads, self.kv_heads, self.dk, self.dv = (4, 1, 48, 32) if mla else (4, 2, 32, 32)
         self.softcap, self.scales, self.dtype, self.draw = softcap, scales, dtype, torch.Generator().manual_seed(seed)
-        self.lens = list(lens)
+        self.lens, self.steps = list(lens), steps
         arguments = {
             "speculative_num_draft_tokens": width, "speculative_num_steps": steps, "speculative_eagle_topk": topk,
-            "speculative_algorithm": "EAGLE", "chunked_prefill_size": -1, "attention_backend": name, **server,
+            "speculative_algorithm": "EAGLE", "chunked_prefill_size": -1, "attention_backend": name, "page_size": page, **server,
         }  # fmt: skip
         self.server_args = context.get_context().override_server_args(**arguments).install()
         self.table = ReqToTokenPool(size=8, max_context_len=CONTEXT, device="cpu", enable_memory_saver=False)
@@ -104,6 +104,45 @@ class Rig:
         batch.extend_prefix_lens = (batch.seq_lens - self.width).clamp(min=0).int()
         batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = window.tolist(), batch.extend_prefix_lens.tolist()
         return batch
+
+    def drafting(self, padded=0):
+        """SGLang's backend of a drafter's steps, and a batch of DECODE for them: ``topk`` branches a request, each with the slots of its steps."""
+        from sglang.srt.layers.attention.triton_backend import TritonMultiStepDraftBackend
+
+        steps = TritonMultiStepDraftBackend(self.runner, self.topk, self.steps)
+        lens = self.lens + [1] * padded
+        positions = torch.tensor(lens).repeat_interleave(self.topk)
+        spec = SimpleNamespace(kv_indptr=None, kv_indices=None, positions=positions, window_kv_indptr=None, window_kv_indices=None)
+        batch = self._batch(ForwardMode.DECODE, lens, spec, None, padded)
+        tokens = len(lens) * self.topk
+        batch.q = self.normal(tokens, self.heads, self.dk)
+        batch.k = batch.v = None  # written already
+        return steps, batch
+
+    def decode(self, backend, batch, **more):
+        """[T, Hq, Dv] of one step's backend, on the metadata that it has."""
+        done = backend.forward_decode(batch.q.flatten(1), batch.k, batch.v, self.layer, batch, save_kv_cache=False, **more)
+        return done.view(-1, self.heads, self.dv)
+
+    def decoded(self, batch, step, sinks=None):
+        """The same in dense torch, of the requests that are no filling: a branch sees its prefix and its own tokens so far."""
+        k_pool, v_pool = self.pool.get_key_buffer(0).float(), self.pool.get_value_buffer(0).float()[..., : self.dv]
+        k_scale, v_scale = self.scales or (1.0, 1.0)
+        outs = []
+        for row, q in enumerate(batch.q[: len(self.lens) * self.topk].float()):
+            request, branch = divmod(row, self.topk)
+            length, table = self.lens[request], self.table.req_to_token[request + 1].long()
+            own = length + branch * self.steps  # pages of one token, or a chain: what SGLang lists behind the prefix
+            slots = torch.cat((table[:length], table[own : own + step + 1]))
+            group = self.heads // self.kv_heads
+            x = torch.einsum("hd,khd->hk", q, (k_pool[slots] * k_scale).repeat_interleave(group, 1)) * self.dk**-0.5
+            if self.softcap:
+                x = self.softcap * torch.tanh(x / self.softcap)
+            if sinks is not None:
+                x = torch.cat((x, sinks.float()[:, None]), -1)
+            seen = x.softmax(-1)[:, : len(slots)]
+            outs.append(torch.einsum("hk,khd->hd", seen, (v_pool[slots] * v_scale).repeat_interleave(group, 1)))
+        return torch.stack(outs)
 
     def forward(self, batch, metadata=True, **more):
         """[T, Hq, Dv] of the backend, its metadata made anew unless ``metadata`` is False."""
@@ -211,7 +250,7 @@ class Rig:
             positions=spec.positions, spec_info=spec, spec_algorithm=SpeculativeAlgorithm.EAGLE, encoder_lens=None, mha_one_shot=False,
             attn_attend_prefix_cache=None, extend_seq_lens=None, extend_seq_lens_cpu=None, extend_prefix_lens=None,
             extend_prefix_lens_cpu=None, extend_start_loc=None, extend_num_tokens=None, global_num_tokens_cpu=None, dcp_kv_mask=None, attn_cp_metadata=None,
-            kv_loc_plan=None, masks=masks, q=self.normal(tokens, self.heads, self.dk), k=k, v=v,
+            kv_loc_plan=None, kv_loc_cols=None, masks=masks, q=self.normal(tokens, self.heads, self.dk), k=k, v=v,
         )  # fmt: skip
         return self.plan(batch)
 

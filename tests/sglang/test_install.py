@@ -17,7 +17,7 @@ from flashmap.core import stats
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-MODULES = [module for module, _ in adapter.BACKENDS.values()]
+MODULES = [module for module, _, _ in adapter.BACKENDS.values()]
 
 
 def state():
@@ -34,7 +34,7 @@ def test_hooks_both_backends_and_restores_them():
     before = state()
     installation = install("sglang")
     assert targets(installation) == [
-        "TritonAttnBackend.forward_extend", "TritonAttnBackend.init_cuda_graph_state",
+        "TritonAttnBackend.forward_extend", "TritonAttnBackend.forward_decode", "TritonAttnBackend.init_cuda_graph_state",
         "FlashAttentionBackend.forward_extend", "FlashAttentionBackend.init_cuda_graph_state", "flash_attn_with_kvcache",
         "merge_state_v2_wrapper", "FlashAttentionBackend.init_forward_metadata", "FlashAttentionBackend.init_forward_metadata_in_graph",
     ]  # fmt: skip
@@ -62,11 +62,19 @@ def test_one_backend_one_mode_and_the_processes_that_sglang_starts_do_the_same(m
     installation.remove()
     assert state() == before
     monkeypatch.setenv("FLASHMAP_SGLANG_BACKENDS", "triton")
-    assert targets(install("sglang")) == ["TritonAttnBackend.forward_extend", "TritonAttnBackend.init_cuda_graph_state"]
+    monkeypatch.setenv("FLASHMAP_SGLANG_MODES", "draft_decode,target_verify")
+    mine = install("sglang")
+    assert targets(mine)[:2] == ["TritonAttnBackend.forward_extend", "TritonAttnBackend.forward_decode"]
+    mine.remove()
+    monkeypatch.setenv("FLASHMAP_SGLANG_MODES", "draft_decode")
+    assert targets(install("sglang", backends=["triton", "fa3"]))[:2] == [
+        "TritonAttnBackend.forward_decode",
+        "TritonAttnBackend.init_cuda_graph_state",
+    ], "fa3 keeps it"
 
 
 @pytest.mark.parametrize(
-    "options, known", [({"backends": ["flashmla"]}, "triton, fa3"), ({"modes": ["decode"]}, "target_verify, draft_extend_v2")]
+    "options, known", [({"backends": ["flashmla"]}, "triton, fa3"), ({"modes": ["decode"]}, "target_verify, draft_extend_v2, draft_decode")]
 )
 def test_names_that_do_not_exist(options, known):
     with pytest.raises(ValueError, match=known):
@@ -77,6 +85,7 @@ def test_names_that_do_not_exist(options, known):
     "holder, name, where",
     [
         (triton_backend.TritonAttnBackend, "forward_extend", "TritonAttnBackend.forward_extend is missing"),
+        (triton_backend.TritonAttnBackend, "forward_decode", "TritonAttnBackend.forward_decode is missing"),
         (triton_backend.TritonAttnBackend, "init_cuda_graph_state", "TritonAttnBackend.init_cuda_graph_state is missing"),
         (flashattention_backend, "merge_state_v2_wrapper", "merge_state_v2_wrapper is missing"),
         (flashattention_backend, "flash_attn_with_kvcache", "flash_attn_with_kvcache is missing"),
@@ -233,7 +242,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 load_plugins()
 import flashmap.adapters.sglang as ours
-modules = [m for m, _ in ours.BACKENDS.values()]
+modules = [m for m, _, _ in ours.BACKENDS.values()]
 early = [m in sys.modules for m in modules]
 finders = len(sys.meta_path)
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
@@ -249,7 +258,7 @@ def test_through_sglangs_loader_nothing_is_imported_before_sglang_does(run_pytho
     assert early == [False, False], "a process without attention loads neither backend"
     assert wrapped and not after and finders == 2
     assert (loader, left_over) == ("SourceFileLoader", 0)
-    assert log.count("flashmap is active in SGLang's triton backend") == 1 and "target verify and draft extend" in log
+    assert log.count("flashmap is active in SGLang's triton backend") == 1 and "target verify, draft extend, draft decode" in log
 
 
 def test_off_by_a_variable(run_python):
@@ -261,5 +270,5 @@ def test_doctor_says_what_is_hooked(run_python):
     code = "import json\nfrom flashmap.core.diagnostics import examine\nprint(json.dumps([[f.subject, f.verdict, f.code, f.text] for f in examine().findings]))"
     found, _ = run_python(code)
     ours = {(verdict, code): text for subject, verdict, code, text in found if subject == "sglang"}
-    assert ours["ok", "active"] == "would run with FlashMap (8 hooked)"
+    assert ours["ok", "active"] == "would run with FlashMap (9 hooked)"
     assert "flashmap.adapters.sglang:register is visible in sglang.srt.plugins" in ours["ok", "entry_point"]

@@ -21,12 +21,12 @@ from flashmap.core.interface import Reason
 
 logger = logging.getLogger(__name__)
 
-# SGLang's module of each backend, and ours that hooks it.
+MODES = ("target_verify", "draft_extend_v2", "draft_decode")
+# SGLang's module of each backend, ours that hooks it, and the modes that it serves.
 BACKENDS = {
-    "triton": ("sglang.srt.layers.attention.triton_backend", "flashmap.adapters.sglang.triton_attn"),
-    "fa3": ("sglang.srt.layers.attention.flashattention_backend", "flashmap.adapters.sglang.fa3_attn"),
+    "triton": ("sglang.srt.layers.attention.triton_backend", "flashmap.adapters.sglang.triton_attn", MODES),
+    "fa3": ("sglang.srt.layers.attention.flashattention_backend", "flashmap.adapters.sglang.fa3_attn", MODES[:2]),
 }
-MODES = ("target_verify", "draft_extend_v2")
 
 _waiting: dict[str, Hook] = {}  # by backend: the hook that waits for its import
 _hooked: dict[str, tuple[Hook, ...]] = {}
@@ -45,8 +45,9 @@ def install(backends: Iterable[str] | None = None, modes: Iterable[str] | None =
 
     Args:
         backends: "triton", "fa3"; None: FLASHMAP_SGLANG_BACKENDS, or else both.
-        modes: "target_verify", "draft_extend_v2"; None: FLASHMAP_SGLANG_MODES, or else both. What is given here also becomes the choice
-            of the processes that SGLang starts, where the entry point installs. A backend keeps the modes with which it was hooked first.
+        modes: "target_verify", "draft_extend_v2", "draft_decode" (which fa3 keeps); None: FLASHMAP_SGLANG_MODES, or else all. What is
+            given here also becomes the choice of the processes that SGLang starts, where the entry point installs. A backend keeps the modes
+            with which it was hooked first.
 
     Returns:
         What is hooked so far, or waits for SGLang to import it, and what was declined and why. Install before CUDA graphs are captured.
@@ -62,13 +63,14 @@ def install(backends: Iterable[str] | None = None, modes: Iterable[str] | None =
     served = _names("mode", modes, "FLASHMAP_SGLANG_MODES", MODES)
     check_environment()
     for name in wanted:
-        if name in _waiting or name in _hooked or name in _declined:
+        module, _, able = BACKENDS[name]
+        its = tuple(mode for mode in served if mode in able)
+        if not its or name in _waiting or name in _hooked or name in _declined:
             continue
-        module = BACKENDS[name][0]
         if module in sys.modules:
-            _hook(name, served)
+            _hook(name, its)
         else:
-            _waiting[name] = when_imported(module, functools.partial(_hook, name, served), f"{name}: {', '.join(served)}")
+            _waiting[name] = when_imported(module, functools.partial(_hook, name, its), f"{name}: {', '.join(its)}")
     for given, variable, names in ((backends, "FLASHMAP_SGLANG_BACKENDS", wanted), (modes, "FLASHMAP_SGLANG_MODES", served)):
         if given is not None and all(not hook.target.endswith(variable) for hook in _environment):
             _environment.append(set_for_children(variable, names))
@@ -99,7 +101,9 @@ def _hook(name: str, modes: tuple[str, ...]) -> None:
     except Exception as error:
         missing = (f"hooking failed ({type(error).__name__}: {error})",)
     if not missing:
-        roles = " and ".join({"target_verify": "target verify", "draft_extend_v2": "draft extend"}[mode] for mode in modes)
+        roles = ", ".join(
+            {"target_verify": "target verify", "draft_extend_v2": "draft extend", "draft_decode": "draft decode"}[mode] for mode in modes
+        )
         logger.info("flashmap is active in SGLang's %s backend (process %d): %s", name, os.getpid(), roles)
         return
     _declined[name] = broken(name, missing)

@@ -19,7 +19,11 @@ from flashmap.core.request import DeviceInfo, Limits, VerifyRequest
 __all__ = ["MODES", "attend", "checking", "compare", "forget", "left", "remember_limits", "role", "tell"]
 
 # The forward modes that can be served: how ForwardMode tells them, and what their batches do.
-MODES = {"target_verify": ("is_target_verify", "target verify"), "draft_extend_v2": ("is_draft_extend_v2", "draft extend")}
+MODES = {
+    "target_verify": ("is_target_verify", "target verify"),
+    "draft_extend_v2": ("is_draft_extend_v2", "draft extend"),
+    "draft_decode": ("is_decode", "draft decode"),  # of a draft runner's backends alone
+}
 
 _serving = Serving("sglang", "SGLang")
 _limits: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()

@@ -1,7 +1,7 @@
 """SGLang's metadata in the op's words. No attention arithmetic; nothing here imports SGLang, so it is tested without it.
 
-``extend`` reads the call of the triton backend's ``extend_attention_fwd``, ``paged`` that of the fa3 backend's
-``flash_attn_with_kvcache``. Each gives a :class:`Batch`, or the code of the reason why the engine's own kernel keeps the
+``extend`` and ``decode`` read calls of the triton backend's ``extend_attention_fwd`` and ``decode_attention_fwd``, ``paged`` one of the
+fa3 backend's ``flash_attn_with_kvcache``. Each gives a :class:`Batch`, or the code of the reason why the engine's own kernel keeps the
 call, for the counters:
 
 non_causal (no mask, and every token sees all), score_mod, xai_temperature, argument (one that we do not know), partial
@@ -116,6 +116,60 @@ def _extend_reason(call: Extend, masked: bool) -> str | None:
     if call.kv_indices is None:
         return "window"
     return "scales" if _is_latent(call.k_buffer, call.v_buffer) and call.k_scale != call.v_scale else None
+
+
+# What else ``decode_attention_fwd`` is given: buffers of its own, and how it shall run.
+_HOW = {
+    "o", "attn_logits", "attn_lse", "num_kv_splits", "max_kv_splits", "has_mla", "use_pdl", "page_size", "aux_tensors", "enable_lean",
+    "lean_Mp", "lean_Lp", "lean_Op", "lean_locks", "uneven_batch",
+}  # fmt: skip
+_DECODED = {
+    "q", "k_buffer", "v_buffer", "kv_indptr", "kv_indices", "sm_scale", "k_scale", "v_scale", "logit_cap", "sinks", "xai_temperature_len",
+    "score_mod",
+}  # fmt: skip
+
+
+def decode(call: Mapping[str, Any], cu_seqlens_q: torch.Tensor) -> Batch | str:
+    """``call``: the arguments of ``decode_attention_fwd``; ``cu_seqlens_q`` [T + 1]: each of its T tokens is a request.
+
+    A key list has its token as the last one. On layers with a window it has no other keys than those.
+    """
+    q, k, v = call["q"], call["k_buffer"], call["v_buffer"]
+    if call.get("score_mod") is not None:
+        return "score_mod"
+    if any(value is not None for name, value in call.items() if name not in _HOW | _DECODED):
+        return "argument"
+    if (call.get("xai_temperature_len") or -1) > 0:
+        return "xai_temperature"
+    if q.dtype not in _QUERY:
+        return "query_dtype"
+    if k.dim() != 3:
+        return "kv_layout"
+    if call["kv_indices"] is None:
+        return "window"
+    latent, k_scale, v_scale = _is_latent(k, v), call["k_scale"], call["v_scale"]
+    if latent and k_scale != v_scale:
+        return "scales"
+    kv = SlotKV(
+        k,
+        None if latent else v,
+        call["kv_indptr"][: len(cu_seqlens_q)],
+        call["kv_indices"],
+        v_head_dim=v.shape[-1] if latent else None,
+    )
+    return Batch(
+        q,
+        kv,
+        {
+            "cu_seqlens_q": cu_seqlens_q,
+            "max_query_len": 1,
+            "scale": call["sm_scale"] or None,
+            "softcap": max(float(call.get("logit_cap") or 0.0), 0.0),
+            "sinks": call.get("sinks"),
+            "k_scale": k_scale,
+            "v_scale": 1.0 if latent else v_scale,
+        },
+    )
 
 
 def _is_latent(k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""SGLang's triton backend with verify batches served by the op. Imported once SGLang has imported that backend.
+"""SGLang's triton backend with verify batches, and the draft's decoding, served by the op. Imported once SGLang has imported that backend.
 
 ``forward_extend`` stays SGLang's, with its KV write and metadata. While it runs for a batch of a served mode, the
 instance's ``extend_attention_fwd``, the kernel that it calls last (0.5.17: itself, 0.5.23: through
-``_forward_extend_kernel``), is ours, which runs the op or SGLang's kernel. That takes the place of the
+``_forward_extend_kernel``), is ours, which runs the op or SGLang's kernel. ``forward_decode`` with ``decode_attention_fwd`` likewise, on
+the instances that a drafter decodes with, where a token is a request of one. That takes the place of the
 hook upstream has for one AMD chip (``verify_splitkv_fwd``, sgl-project/sglang#39316), which sees no draft-extend; it can go when
 SGLang lets a plugin choose the kernel of a batch.
 """
@@ -11,22 +12,31 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from flashmap import env
 from flashmap.adapters.patching import Contract, Hook, wrap
+from flashmap.adapters.serving import Batch
 from flashmap.adapters.sglang import serve, translate
+from flashmap.core.request import DeviceInfo
 
 KERNEL = "sglang.triton"
 MODULE = "sglang.srt.layers.attention.triton_backend"
 _EXTEND = "sglang.kernels.ops.attention.extend_attention"
+_DECODE = "sglang.kernels.ops.attention.decode_attention"
 _MODE = "sglang.srt.model_executor.forward_batch_info:ForwardMode"
+_DECODE_PARAMETERS = (
+    "q", "k_buffer", "v_buffer", "o", "kv_indptr", "kv_indices", "attn_logits", "attn_lse", "num_kv_splits", "max_kv_splits", "sm_scale",
+    "k_scale", "v_scale", "logit_cap", "sinks", "xai_temperature_len", "has_mla", "use_pdl", "page_size", "score_mod", "aux_tensors",
+)  # fmt: skip
 
 CONTRACTS = (
-    Contract(f"{MODULE}:TritonAttnBackend.__init__", ("model_runner",), uses=("extend_attention_fwd", "enable_deterministic", "dcp_size", "topk")),
+    Contract(f"{MODULE}:TritonAttnBackend.__init__", ("model_runner",), uses=("extend_attention_fwd", "decode_attention_fwd", "skip_prefill", "enable_deterministic", "dcp_size", "topk")),
     Contract(f"{MODULE}:TritonAttnBackend.forward_extend", ("q", "k", "v", "layer", "forward_batch")),
+    Contract(f"{MODULE}:TritonAttnBackend.forward_decode", ("q", "k", "v", "layer", "forward_batch"), uses=("decode_attention_fwd",)),
     Contract(f"{MODULE}:TritonAttnBackend.init_cuda_graph_state", ("max_bs", "max_num_tokens")),
     Contract(f"{MODULE}:TritonAttnBackend.get_cuda_graph_seq_len_fill_value"),
     Contract(
@@ -37,22 +47,24 @@ CONTRACTS = (
             "window_kv_offsets", "xai_temperature_len", "page_size", "score_mod", "aux_tensors",
         ),
     ),
+    Contract(f"{_DECODE}:decode_attention_fwd", _DECODE_PARAMETERS),
     Contract(f"{_MODE}.is_target_verify"),
     Contract(f"{_MODE}.is_draft_extend_v2"),
+    Contract(f"{_MODE}.is_decode"),
 )  # fmt: skip
 
 
 def hook(modes: tuple[str, ...]) -> tuple[Hook, ...]:
     """Hook the backend, for these forward modes."""
-    why = f"{' and '.join(serve.MODES[mode][1] for mode in modes)} go to FlashMap's op"
-    return (
-        wrap(f"{MODULE}:TritonAttnBackend.forward_extend", functools.partial(forward_extend, modes), why),
-        wrap(
-            f"{MODULE}:TritonAttnBackend.init_cuda_graph_state",
-            init_cuda_graph_state,
-            "scratch for the largest graph is taken before capture",
-        ),
-    )
+    extend, hooks = tuple(mode for mode in modes if mode != "draft_decode"), []
+    if extend:
+        why = f"{' and '.join(serve.MODES[mode][1] for mode in extend)} go to FlashMap's op"
+        hooks.append(wrap(f"{MODULE}:TritonAttnBackend.forward_extend", functools.partial(forward_extend, extend), why))
+    if "draft_decode" in modes:
+        hooks.append(wrap(f"{MODULE}:TritonAttnBackend.forward_decode", forward_decode, "a drafter's decoding goes to FlashMap's op"))
+    why = "scratch for the largest graph is taken before capture"
+    hooks.append(wrap(f"{MODULE}:TritonAttnBackend.init_cuda_graph_state", init_cuda_graph_state, why))
+    return tuple(hooks)
 
 
 @torch.compiler.disable
@@ -60,29 +72,41 @@ def forward_extend(
     modes: tuple[str, ...], original: Any, self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """SGLang's ``forward_extend`` around our kernel, where the batch is one of verification."""
+    engine = functools.partial(original, self, q, k, v, layer, forward_batch, *args, **kwargs)
     role = serve.role(forward_batch.forward_mode, modes)
-    if role is None:
-        return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
-    code = _backend_reason(self)
+    return engine() if role is None else _around(engine, "extend_attention_fwd", _Extend, self, layer, forward_batch, role)
+
+
+@torch.compiler.disable
+def forward_decode(original: Any, self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's ``forward_decode`` around our kernel, where a drafter decodes: its instances alone have no prefill."""
+    engine = functools.partial(original, self, q, k, v, layer, forward_batch, *args, **kwargs)
+    role = serve.role(forward_batch.forward_mode, ("draft_decode",)) if self.skip_prefill else None
+    return engine() if role is None else _around(engine, "decode_attention_fwd", _Decode, self, layer, forward_batch, role)
+
+
+def _around(engine: Callable[[], Any], name: str, ours: type[_Kernel], backend: Any, layer: Any, forward_batch: Any, role: str) -> Any:
+    """``engine()`` with ``ours`` in the place of the backend's kernel ``name``."""
+    code = _backend_reason(backend)
     if code is not None:
         serve.left(KERNEL, role, code)
-        return original(self, q, k, v, layer, forward_batch, *args, **kwargs)
-    engine = self.extend_attention_fwd
-    ours = _Kernel(engine, self, layer, forward_batch, role)
-    self.extend_attention_fwd = ours
+        return engine()
+    theirs = getattr(backend, name)
+    kernel = ours(theirs, backend, layer, forward_batch, role)
+    setattr(backend, name, kernel)
     try:
-        done = original(self, q, k, v, layer, forward_batch, *args, **kwargs)
+        done = engine()
     finally:
-        self.extend_attention_fwd = engine
-    if not ours.reached:
-        serve.left(KERNEL, role, "not_reached", "this call of forward_extend ran another kernel")
+        setattr(backend, name, theirs)
+    if not kernel.reached:
+        serve.left(KERNEL, role, "not_reached", f"this call ran another kernel than {name}")
     return done
 
 
 def init_cuda_graph_state(original: Any, self: Any, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> Any:
     """Keeps the maxima, and with FLASHMAP_SGLANG_QLEN_MASK has SGLang's tree kernel write each request's L x L block alone."""
     done = original(self, max_bs, max_num_tokens, *args, **kwargs)
-    serve.remember_limits(self, max_bs)
+    serve.remember_limits(self, max_num_tokens if self.skip_prefill else max_bs)
     if env.get("FLASHMAP_SGLANG_QLEN_MASK"):
         _keep_trees_alone(self)
     return done
@@ -96,11 +120,53 @@ def _backend_reason(backend: Any) -> str | None:
 
 
 class _Kernel:
-    """``extend_attention_fwd`` for one call of ``forward_extend``: the engine's signature, the op or the engine's kernel."""
+    """A kernel of the backend for one call: the engine's signature, the op or the engine's kernel."""
 
     def __init__(self, engine: Any, backend: Any, layer: Any, forward_batch: Any, role: str) -> None:
         self._engine, self._backend, self._layer, self._forward_batch, self._role = engine, backend, layer, forward_batch, role
         self.reached = False
+
+    def _attend(self, batch: Batch | str, out: torch.Tensor, engine: Callable[[torch.Tensor], object] | None) -> bool:
+        """Whether ``out`` is the op's. ``engine``: the engine's kernel, for what it would write elsewhere, where it can be asked."""
+        if serve.attend(batch, KERNEL, self._role, self._backend, out) is None:
+            return False
+        if engine is not None and serve.checking(out.device):
+            theirs = torch.empty_like(out)
+            engine(theirs)
+            serve.compare(self._layer, self._role, out, theirs)
+        return True
+
+
+class _Decode(_Kernel):
+    """``decode_attention_fwd``: each token is a request of one, the last of its key list."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.reached = True
+        call = dict(zip(_DECODE_PARAMETERS, args, strict=False)) | kwargs
+
+        def engine(into: torch.Tensor) -> None:
+            self._engine(**call | {"o": into})
+
+        q, out = call["q"], call["o"]
+        if not self._attend(translate.decode(call, _one_each(q.shape[0], q.device)), out, engine):
+            engine(out)
+
+
+_counted: dict[torch.device, torch.Tensor] = {}
+
+
+def _one_each(count: int, device: torch.device) -> torch.Tensor:
+    """int32 [count + 1]: 0, 1, 2 ..., made before a capture or in it, for a graph would not repeat what ran before."""
+    known = _counted.get(device)
+    if known is None or known.numel() <= count:
+        known = torch.arange(max(count + 1, 1024), dtype=torch.int32, device=device)
+        if not DeviceInfo.of(device).capturing:
+            _counted[device] = known
+    return known[: count + 1]
+
+
+class _Extend(_Kernel):
+    """``extend_attention_fwd``."""
 
     def __call__(
         self,
@@ -154,11 +220,7 @@ class _Kernel:
             mask_layout="qlen" if qlen else "full",
             positions=self._forward_batch.positions,
         )  # fmt: skip
-        if serve.attend(batch, KERNEL, self._role, self._backend, o_extend) is not None:
-            if serve.checking(o_extend.device) and not qlen:
-                theirs = torch.empty_like(o_extend)
-                engine(theirs)
-                serve.compare(self._layer, self._role, o_extend, theirs)
+        if self._attend(batch, o_extend, None if qlen else engine):
             return
         if qlen:
             raise RuntimeError(
