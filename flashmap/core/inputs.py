@@ -388,7 +388,7 @@ def aligned(cache: torch.Tensor) -> bool:
     The stride of a head counts where there is more than one.
     """
     strides = cache.stride()[:-2] if cache.shape[-2] == 1 else cache.stride()[:-1]
-    return cache.data_ptr() % 16 == 0 and not any(stride % 16 for stride in strides)
+    return cache.data_ptr() % 16 == 0 and math.gcd(*strides) % 16 == 0
 
 
 def _check_rows(name: str, tensor: torch.Tensor, tokens: int) -> None:

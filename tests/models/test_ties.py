@@ -33,9 +33,10 @@ def test_the_gap_is_the_targets_own(tmp_path):
     assert partings(target, off, off) == []
 
     file = tmp_path / "text.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in (off, other)))
+    file.write_text("".join(json.dumps(row) + "\n" for row in (off, other, {**other, "name": "ll-y-off"}, {**off, "name": "ds-y-off"})))
     done = subprocess.run([sys.executable, "-m", "benchmarks.ties", str(file)], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "1 of 2 the same" in done.stdout and f"the largest gap: {parting.gap:.3f}, over 1 runs" in done.stdout
+    assert "ll: x and y" in done.stdout and f"between the engine's own: {parting.gap:.3f}, over 1 pairs" in done.stdout
     file.write_text(json.dumps(other) + "\n")
     alone = subprocess.run([sys.executable, "-m", "benchmarks.ties", str(file)], cwd=ROOT, capture_output=True, text=True)
     assert alone.returncode == 1 and "left out: no record without FlashMap" in alone.stdout
