@@ -103,9 +103,9 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             "FLASHMAP_SGLANG_MODES",
             _names,
-            "target_verify and draft_extend_v2, separated by commas",
+            "target_verify, draft_extend_v2 and draft_decode, separated by commas",
             None,
-            "SGLang forward modes to serve; unset: both",
+            "what of SGLang to serve; unset: all",
         ),
         Variable(
             "FLASHMAP_SGLANG_QLEN_MASK",
