@@ -67,19 +67,19 @@ def main() -> None:
     }
     _wait_for_all(args.turn)
     for what in args.what:
-        with _turn(args.turn, alone=what in ("steps", "soak")):
+        with _turn(args.turn, alone=what in ("steps", "soak"), last=what == args.what[-1]):
             row = same | {"what": what} | MEASURES[what](engine, args)
             row["counts"], row["differences"] = _counters(stats)
             line = json.dumps(row)
             print(line, flush=True)
             if args.json_out:
-                with open(str(args.json_out).replace("WHAT", what), "a") as out:
-                    print(line, file=out)
+                with open(args.json_out.with_name(args.json_out.name.replace("WHAT", what)), "a") as out:
+                    out.write(f"{line}\n")  # at once, as others write there too
             if what != args.what[-1]:
                 continue
             if args.profile:
                 engine.profile(_random_prompt(args.ctx[-1]), args.profile)
-            engine.close()  # in its turn: others read the memory of the whole GPU
+            engine.close()
 
 
 def _arguments() -> argparse.Namespace:
@@ -129,14 +129,19 @@ def _wait_for_all(turn: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _turn(turn: Path | None, *, alone: bool) -> Iterator[None]:
-    """What measures time or the GPU's memory has it ``alone``; texts may be made side by side."""
+def _turn(turn: Path | None, *, alone: bool, last: bool) -> Iterator[None]:
+    """What measures time or the GPU's memory has it ``alone``; texts may be made side by side.
+
+    The ``last`` one lasts until the process ends, and with it what it has of the GPU's memory.
+    """
     if turn is None:
         yield
         return
-    with open(turn) as held:
-        fcntl.flock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
+    held = os.open(turn, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    yield
+    if not last:
+        os.close(held)
 
 
 def _step_times(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:

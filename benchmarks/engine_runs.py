@@ -158,6 +158,8 @@ def main() -> None:
         for run in chosen:
             print(run.name, *(f"{k}={v}" for k, v in run.environ.items()), *run.arguments)
         return
+    if args.profile and args.what != ["steps"]:
+        parser.error("--profile goes with steps")
     if args.out is None or not chosen:
         parser.error("--out: give a folder" if chosen else f"--only {args.only!r} matches no run: see --list")
     args.out.mkdir(parents=True, exist_ok=True)

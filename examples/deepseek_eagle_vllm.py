@@ -24,7 +24,12 @@ from pathlib import Path
 from typing import Any
 
 TINY = Path(__file__).resolve().parent.parent / "benchmarks" / "models" / "deepseek_v3_tiny"
-TINY_ARGUMENTS = {"max_model_len": 1024, "max_num_seqs": 4, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28}  # others may use the GPU too
+TINY_ARGUMENTS = {
+    "max_model_len": 1024,
+    "max_num_seqs": 4,
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 1 << 28,
+}  # others may use the GPU too
 PROMPT = "Give me a fully functional FastAPI server. Show the python code."
 
 

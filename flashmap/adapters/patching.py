@@ -30,13 +30,14 @@ OWNER = "flashmap"
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """``target`` ("module:Class.attribute") exists; if callable it takes ``parameters`` by name; if a dataclass it has ``fields``;
-    if a function of Python's its body refers to the names in ``uses``."""
+    """``target`` ("module:Class.attribute") exists; if callable it takes ``parameters`` by name (``in_order``: so many of
+    them by position, in this order); if a dataclass it has ``fields``; if a function of Python's its body refers to the names in ``uses``."""
 
     target: str
     parameters: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
+    in_order: int = 0
 
     def missing(self) -> tuple[str, ...]:
         """What is not there, each in one phrase that names it; empty: the contract holds. Imports the module."""
@@ -49,8 +50,11 @@ class Contract:
             if not hasattr(found, name):
                 return (f"{self.target} is missing",)
             found = getattr(found, name)
+        lacking = tuple(f"{self.target} takes no {name!r}" for name in self.parameters if not _takes(found, name))
+        if not lacking and not _begins_with(found, self.parameters[: self.in_order]):
+            lacking = (f"{self.target} takes its parameters in another order",)
         return (
-            *(f"{self.target} takes no {name!r}" for name in self.parameters if not _takes(found, name)),
+            *lacking,
             *(f"{self.target} has no field {name!r}" for name in self.fields if name not in _fields(found)),
             *(f"{self.target} no longer uses {name!r}" for name in self.uses if name not in _names_in(found)),
         )
@@ -76,6 +80,13 @@ def _takes(function: object, name: str) -> bool:
     except (TypeError, ValueError):  # no signature to be had: nothing says that it would not work
         return True
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _begins_with(function: Any, names: tuple[str, ...]) -> bool:
+    try:
+        return tuple(inspect.signature(function).parameters)[: len(names)] == names
+    except (TypeError, ValueError):
+        return True
 
 
 def _names_in(function: object) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """Installing into SGLang and out of it again: by hand, through SGLang's own loader, beside its HookRegistry, and into one that has changed."""
 
+import functools
+import inspect
 import json
 import logging
 import os
@@ -70,7 +72,16 @@ def test_one_backend_one_mode_and_the_processes_that_sglang_starts_do_the_same(m
     assert targets(install("sglang", backends=["triton", "fa3"]))[:2] == [
         "TritonAttnBackend.forward_decode",
         "TritonAttnBackend.init_cuda_graph_state",
-    ], "fa3 keeps it"
+    ]
+
+
+def test_a_backend_that_has_nothing_of_what_was_asked_for(caplog):
+    with caplog.at_level(logging.INFO, logger="flashmap"):
+        installation = install("sglang", backends=["fa3"], modes=["draft_decode"])
+        install("sglang", backends=["fa3"], modes=["draft_decode"])
+    (reason,) = installation.declined
+    assert reason.code == "mode" and "fa3 has nothing of draft_decode" in reason.text and "draft_extend_v2" in reason.fix
+    assert caplog.text.count("fa3 has nothing") == 1 and not any("Flash" in target for target in targets(installation))
 
 
 @pytest.mark.parametrize(
@@ -126,6 +137,20 @@ def test_a_renamed_parameter(monkeypatch):
     monkeypatch.setattr(extend_attention, "extend_attention_fwd", lambda q_extend, k_extend: None)
     (reason,) = install("sglang").declined
     assert "takes no 'kv_indices'" in reason.text
+
+
+def test_parameters_in_another_order(monkeypatch):
+    """Both kernels are called by position."""
+    from sglang.kernels.ops.attention import decode_attention
+
+    kernel = decode_attention.decode_attention_fwd
+    parameters = list(inspect.signature(kernel).parameters.values())
+    first, second, *rest = parameters
+    moved = functools.wraps(kernel)(lambda *args, **kwargs: None)
+    moved.__signature__ = inspect.Signature([second, first, *rest])
+    monkeypatch.setattr(decode_attention, "decode_attention_fwd", moved)
+    (reason,) = install("sglang").declined
+    assert "decode_attention_fwd takes its parameters in another order" in reason.text
 
 
 def test_a_broken_contract_under_strict_is_an_error(monkeypatch):

@@ -206,17 +206,30 @@ def test_draft_decode_captured_and_replayed(installed, monkeypatch, mla, topk):
         assert torch.isfinite(outs[step]).all(), "filling"
 
 
-def test_draft_decode_counts_requests_outside_a_capture_or_in_the_graph(monkeypatch):
-    """What was made before a capture would not be made again by the graph, and what a capture makes holds nothing yet."""
+def test_draft_decode_counts_requests_where_a_graph_finds_them_again(monkeypatch):
+    """What a capture makes holds nothing before the replay, and what a graph points at stays when a larger batch comes."""
     from flashmap.adapters.sglang import triton_attn
 
     cpu, known = torch.device("cpu"), triton_attn.DeviceInfo.of(torch.device("cpu"))
     monkeypatch.setattr(triton_attn, "_counted", {})
     monkeypatch.setattr(triton_attn.DeviceInfo, "of", lambda device: type(known)("cuda", capturing=True))
-    assert triton_attn._one_each(3, cpu).tolist() == [0, 1, 2, 3] and triton_attn._counted == {}
+    assert triton_attn._one_each(3, cpu).tolist() == [0, 1, 2, 3] and triton_attn._counted == {cpu: []}
     monkeypatch.setattr(triton_attn.DeviceInfo, "of", lambda device: known)
-    kept = triton_attn._one_each(3, cpu)
-    assert triton_attn._one_each(1023, cpu).data_ptr() == kept.data_ptr() != triton_attn._one_each(1024, cpu).data_ptr()
+    captured = triton_attn._one_each(3, cpu).data_ptr()
+    assert triton_attn._one_each(1023, cpu).data_ptr() == captured
+    assert len(triton_attn._one_each(1024, cpu)) == 1025 and len(triton_attn._one_each(5000, cpu)) == 5001
+    (first, _, last) = triton_attn._counted[cpu]
+    assert first.data_ptr() == captured and triton_attn._one_each(3, cpu).data_ptr() == last.data_ptr()
+
+
+def test_draft_decode_with_more_arguments_than_are_known(installed, monkeypatch):
+    from flashmap.adapters.sglang import triton_attn
+
+    installed()
+    seen = []
+    kernel = triton_attn._Decode(lambda *args: seen.append(args), None, None, None, "draft decode")
+    kernel(*range(22))
+    assert seen == [tuple(range(22))] and counts() == left("argument")
 
 
 def test_draft_decode_prepares_for_every_branch(installed, monkeypatch):

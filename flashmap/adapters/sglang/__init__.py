@@ -25,7 +25,11 @@ MODES = ("target_verify", "draft_extend_v2", "draft_decode")
 # SGLang's module of each backend, ours that hooks it, and the modes that it serves.
 BACKENDS = {
     "triton": ("sglang.srt.layers.attention.triton_backend", "flashmap.adapters.sglang.triton_attn", MODES),
-    "fa3": ("sglang.srt.layers.attention.flashattention_backend", "flashmap.adapters.sglang.fa3_attn", MODES[:2]),
+    "fa3": (
+        "sglang.srt.layers.attention.flashattention_backend",
+        "flashmap.adapters.sglang.fa3_attn",
+        ("target_verify", "draft_extend_v2"),
+    ),
 }
 
 _waiting: dict[str, Hook] = {}  # by backend: the hook that waits for its import
@@ -63,9 +67,14 @@ def install(backends: Iterable[str] | None = None, modes: Iterable[str] | None =
     served = _names("mode", modes, "FLASHMAP_SGLANG_MODES", MODES)
     check_environment()
     for name in wanted:
+        if name in _waiting or name in _hooked or name in _declined:
+            continue
         module, _, able = BACKENDS[name]
         its = tuple(mode for mode in served if mode in able)
-        if not its or name in _waiting or name in _hooked or name in _declined:
+        if not its:
+            text = f"{name} has nothing of {', '.join(served)} to serve"
+            _declined[name] = Reason("mode", text, f"name one of {', '.join(able)}, or leave this backend out")
+            logger.info("flashmap leaves SGLang's backend alone: %s", _declined[name])
             continue
         if module in sys.modules:
             _hook(name, its)
@@ -101,9 +110,7 @@ def _hook(name: str, modes: tuple[str, ...]) -> None:
     except Exception as error:
         missing = (f"hooking failed ({type(error).__name__}: {error})",)
     if not missing:
-        roles = ", ".join(
-            {"target_verify": "target verify", "draft_extend_v2": "draft extend", "draft_decode": "draft decode"}[mode] for mode in modes
-        )
+        roles = ", ".join(ours.serve.MODES[mode][1] for mode in modes)
         logger.info("flashmap is active in SGLang's %s backend (process %d): %s", name, os.getpid(), roles)
         return
     _declined[name] = broken(name, missing)

@@ -46,8 +46,9 @@ CONTRACTS = (
             "is_causal", "mask_indptr", "max_len_extend", "k_scale", "v_scale", "sm_scale", "logit_cap", "sliding_window_size", "sinks",
             "window_kv_offsets", "xai_temperature_len", "page_size", "score_mod", "aux_tensors",
         ),
+        in_order=16,
     ),
-    Contract(f"{_DECODE}:decode_attention_fwd", _DECODE_PARAMETERS),
+    Contract(f"{_DECODE}:decode_attention_fwd", _DECODE_PARAMETERS, in_order=len(_DECODE_PARAMETERS)),
     Contract(f"{_MODE}.is_target_verify"),
     Contract(f"{_MODE}.is_draft_extend_v2"),
     Contract(f"{_MODE}.is_decode"),
@@ -67,7 +68,6 @@ def hook(modes: tuple[str, ...]) -> tuple[Hook, ...]:
     return tuple(hooks)
 
 
-@torch.compiler.disable
 def forward_extend(
     modes: tuple[str, ...], original: Any, self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -77,7 +77,6 @@ def forward_extend(
     return engine() if role is None else _around(engine, "extend_attention_fwd", _Extend, self, layer, forward_batch, role)
 
 
-@torch.compiler.disable
 def forward_decode(original: Any, self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     """SGLang's ``forward_decode`` around our kernel, where a drafter decodes: its instances alone have no prefill."""
     engine = functools.partial(original, self, q, k, v, layer, forward_batch, *args, **kwargs)
@@ -85,6 +84,7 @@ def forward_decode(original: Any, self: Any, q: Any, k: Any, v: Any, layer: Any,
     return engine() if role is None else _around(engine, "decode_attention_fwd", _Decode, self, layer, forward_batch, role)
 
 
+@torch.compiler.disable
 def _around(engine: Callable[[], Any], name: str, ours: type[_Kernel], backend: Any, layer: Any, forward_batch: Any, role: str) -> Any:
     """``engine()`` with ``ours`` in the place of the backend's kernel ``name``."""
     code = _backend_reason(backend)
@@ -142,6 +142,10 @@ class _Decode(_Kernel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.reached = True
+        if len(args) > len(_DECODE_PARAMETERS):
+            serve.left(KERNEL, self._role, "argument", "more arguments by position than are known")
+            self._engine(*args, **kwargs)
+            return
         call = dict(zip(_DECODE_PARAMETERS, args, strict=False)) | kwargs
 
         def engine(into: torch.Tensor) -> None:
@@ -152,17 +156,21 @@ class _Decode(_Kernel):
             engine(out)
 
 
-_counted: dict[torch.device, torch.Tensor] = {}
+_counted: dict[torch.device, list[torch.Tensor]] = {}
 
 
 def _one_each(count: int, device: torch.device) -> torch.Tensor:
-    """int32 [count + 1]: 0, 1, 2 ..., made before a capture or in it, for a graph would not repeat what ran before."""
-    known = _counted.get(device)
-    if known is None or known.numel() <= count:
-        known = torch.arange(max(count + 1, 1024), dtype=torch.int32, device=device)
-        if not DeviceInfo.of(device).capturing:
-            _counted[device] = known
-    return known[: count + 1]
+    """int32 [count + 1]: 0, 1, 2 ..., made before a capture or in it, for a graph would not repeat what ran before.
+
+    Captured graphs point at what they were given for ever: a longer one is put beside it, and none is freed.
+    """
+    known = _counted.setdefault(device, [])
+    if known and known[-1].numel() > count:
+        return known[-1][: count + 1]
+    made = torch.arange(max(count + 1, 1024), dtype=torch.int32, device=device)
+    if not DeviceInfo.of(device).capturing:
+        known.append(made)
+    return made[: count + 1]
 
 
 class _Extend(_Kernel):
