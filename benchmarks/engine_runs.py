@@ -40,6 +40,7 @@ SHAPES = {
     "eagle8b_sglang": _LLAMA | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]},
     "dsv3": _DEEPSEEK,
 }
+_DRAFTS = {"FLASHMAP_SGLANG_MODES": "target_verify,draft_extend_v2,draft_decode"}
 _CTX = ["--ctx", "8192,32768"]
 _BIG = {"llama": ["--model", "llama8b", "--steps"], "dsv3": ["--model", "dsv3", "--steps", "3"]}
 
@@ -90,16 +91,20 @@ def _sglang(what: str) -> Iterator[Run]:
         for name, arguments in small:
             for run in _grid(f"{name}-qlen", arguments, ("triton",), ("auto",)):
                 yield Run(run.name, run.arguments, {"FLASHMAP_SGLANG_QLEN_MASK": "1"})
+            for run in _grid(f"{name}-drafts", arguments, ("triton",), ("auto",)):
+                yield Run(run.name, run.arguments, _DRAFTS)
     elif what in ("acceptance", "soak"):
         for name, arguments in small:
             yield from _grid(name, arguments, ("triton", "fa3"), ("off", "auto") if what == "acceptance" else ("auto",))
+            for run in _grid(f"{name}-drafts", arguments, ("triton",), ("auto",)):
+                yield Run(run.name, run.arguments, _DRAFTS)
     else:
         llama = [*_BIG["llama"], "5", "--draft", "eagle8b_sglang"]
         for kind, more in (("tree", tree), ("chain", [])):
             for name, arguments in (("llama", llama), ("dsv3", _BIG["dsv3"])):
                 yield from _grid(f"{name}-{kind}", [*arguments, *more, *_CTX], ("triton", "fa3"), ("off", "auto"))
-            for run in _grid(f"llama-{kind}-verify", [*llama, *more, *_CTX], ("triton",), ("auto",)):  # the drafter decodes as without
-                yield Run(run.name, run.arguments, {"FLASHMAP_SGLANG_MODES": "target_verify,draft_extend_v2"})
+            for run in _grid(f"llama-{kind}-drafts", [*llama, *more, *_CTX], ("triton",), ("auto",)):
+                yield Run(run.name, run.arguments, _DRAFTS)
         yield from _grid("dsv3-tree", [*_BIG["dsv3"], *tree, *_CTX], ("fa3",), ("forced", "fa3_tail"))
 
 

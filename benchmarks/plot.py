@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "img"
 OP = RESULTS / "2026-12-01-h200-op.jsonl"
 FEATURES = RESULTS / "2026-12-01-h200-features.jsonl"
-ENGINES = RESULTS / "2026-12-01-h200-engines"
+STEPS = (RESULTS / "2026-12-01-h200-sglang" / "sglang-steps.jsonl", RESULTS / "2026-12-01-h200-vllm" / "vllm-steps.jsonl")
 
 LABELS = {"sglang": "SGLang", "vllm": "vLLM"}
 OURS, GREY = SERIES["FlashMap"][1], "#9aa5b1"
@@ -30,7 +30,7 @@ OURS, GREY = SERIES["FlashMap"][1], "#9aa5b1"
 def main() -> None:
     for path in draw([OP, FEATURES], IMAGES):
         print(path)
-    rows = [json.loads(line) for engine in ("sglang", "vllm") for line in (ENGINES / f"{engine}-steps.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for path in STEPS for line in path.read_text().splitlines()]
     # SGLang's trees, and vLLM's chains, as it has no trees.
     figure = engine_steps([row for row in rows if row["model"] == "llama8b" and (row["topk"] > 1 or row["engine"] == "vllm")])
     figure.savefig(IMAGES / "engine-steps.svg", bbox_inches="tight", metadata={"Date": None})

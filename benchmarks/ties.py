@@ -54,7 +54,8 @@ def main() -> None:
 
     gaps = []
     for name, row in rows.items():
-        off = rows.get(name.rpartition("-")[0] + "-off")
+        model, backend, _ = name.rsplit("-", 2)
+        off = rows.get(f"{model}-{backend}-off") or rows.get(f"{model.rpartition('-')[0]}-{backend}-off")  # ll-tree-qlen: as ll-tree
         if off is row:
             continue
         if off is None or "prompts" not in row or "prompts" not in off:

@@ -135,7 +135,7 @@ def test_draft_decode(installed, mla, topk, impl):
     theirs = (
         [] if mla else [rig.decode(backend, batch) for backend in steps.attn_backends]
     )  # SGLang's kernel takes DeepSeek's 576/512 alone
-    installed(impl)
+    installed(impl, modes=["draft_decode"])
     ours = [rig.decode(backend, batch) for backend in steps.attn_backends]
     assert len(ours) == rig.steps - 1 and not torch.equal(ours[0], ours[1])
     for step, found in enumerate(ours):
@@ -152,7 +152,7 @@ def test_draft_decode_with_larger_pages(installed, page, topk, impl):
     steps, batch = rig.drafting()
     steps.init_forward_metadata(batch)
     theirs = [rig.decode(backend, batch) for backend in steps.attn_backends]
-    installed(impl)
+    installed(impl, modes=["draft_decode"])
     for backend, before in zip(steps.attn_backends, theirs, strict=True):
         torch.testing.assert_close(rig.decode(backend, batch), before, **CLOSE)
     assert counts() == {(impl, "routed", ""): 3}
@@ -161,7 +161,7 @@ def test_draft_decode_with_larger_pages(installed, page, topk, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"kv_dtype": torch.float8_e4m3fn, "scales": (0.5, 2.0), "dtype": torch.float16}])
 def test_draft_decode_with_sinks_a_soft_cap_and_scales(installed, options, impl):
-    installed(impl)
+    installed(impl, modes=["draft_decode"])
     rig = drafter(**options)
     sinks = torch.linspace(-2, 2, rig.heads)
     steps, batch = rig.drafting()
@@ -178,7 +178,7 @@ def test_draft_decode_captured_and_replayed(installed, monkeypatch, mla, topk):
     """The calls that a graph holds, made again on their own tensors after SGLang listed other keys there."""
     from flashmap.adapters import serving
 
-    installed()
+    installed(modes=["draft_decode"])
     rig = drafter(topk, mla=mla)
     steps, batch = rig.drafting(padded=2)
     steps.init_cuda_graph_state(4, 4 * topk)
@@ -225,7 +225,7 @@ def test_draft_decode_counts_requests_where_a_graph_finds_them_again(monkeypatch
 def test_draft_decode_with_more_arguments_than_are_known(installed, monkeypatch):
     from flashmap.adapters.sglang import triton_attn
 
-    installed()
+    installed(modes=["draft_decode"])
     seen = []
     kernel = triton_attn._Decode(lambda *args: seen.append(args), None, None, None, "draft decode")
     kernel(*range(22))
@@ -237,7 +237,7 @@ def test_draft_decode_prepares_for_every_branch(installed, monkeypatch):
 
     made = []
     monkeypatch.setattr(serving, "prepare", lambda request, limits, **more: made.append((request.num_requests, request.draft, limits)))
-    installed()
+    installed(modes=["draft_decode"])
     rig = drafter()
     steps, batch = rig.drafting()
     steps.init_cuda_graph_state(16, 64)
@@ -247,9 +247,18 @@ def test_draft_decode_prepares_for_every_branch(installed, monkeypatch):
     assert made == [(1, "cache", serving.Limits(64, 1, 192))]
 
 
+def test_draft_decode_is_sglangs_unless_it_is_asked_for(installed):
+    installed()
+    rig = drafter()
+    steps, batch = rig.drafting()
+    steps.init_forward_metadata(batch)
+    rig.decode(steps.attn_backends[0], batch)
+    assert counts() == {}
+
+
 def test_a_target_that_decodes_is_left_alone(installed):
     """Without speculation: no verification, and not ours to count."""
-    installed()
+    installed(modes=["draft_decode"])
     rig = Rig("triton")
     _, batch = rig.drafting()
     batch.q, batch.spec_info = batch.q[: len(rig.lens)], None
@@ -274,7 +283,7 @@ def test_draft_decode_left_by_what_the_call_is(installed, monkeypatch, code, cha
     """SGLang's kernel gets just that call."""
     from flashmap.adapters.sglang import triton_attn
 
-    installed()
+    installed(modes=["draft_decode"])
     rig, seen = drafter(), []
     steps, batch = rig.drafting()
     steps.init_forward_metadata(batch)
@@ -290,7 +299,7 @@ def test_draft_decode_left_by_what_the_call_is(installed, monkeypatch, code, cha
 
 
 def test_draft_decode_is_compared(installed, monkeypatch):
-    installed()
+    installed(modes=["draft_decode"])
     monkeypatch.setenv("FLASHMAP_CHECK", "1")
     observe.reset()
     rig = drafter()

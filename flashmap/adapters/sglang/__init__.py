@@ -22,6 +22,7 @@ from flashmap.core.interface import Reason
 logger = logging.getLogger(__name__)
 
 MODES = ("target_verify", "draft_extend_v2", "draft_decode")
+_BY_DEFAULT = ("target_verify", "draft_extend_v2")  # a drafter's decoding has not run on a GPU with us
 # SGLang's module of each backend, ours that hooks it, and the modes that it serves.
 BACKENDS = {
     "triton": ("sglang.srt.layers.attention.triton_backend", "flashmap.adapters.sglang.triton_attn", MODES),
@@ -49,9 +50,9 @@ def install(backends: Iterable[str] | None = None, modes: Iterable[str] | None =
 
     Args:
         backends: "triton", "fa3"; None: FLASHMAP_SGLANG_BACKENDS, or else both.
-        modes: "target_verify", "draft_extend_v2", "draft_decode" (which fa3 keeps); None: FLASHMAP_SGLANG_MODES, or else all. What is
-            given here also becomes the choice of the processes that SGLang starts, where the entry point installs. A backend keeps the modes
-            with which it was hooked first.
+        modes: "target_verify", "draft_extend_v2", "draft_decode" (of triton alone); None: FLASHMAP_SGLANG_MODES, or else the first two. What
+            is given here also becomes the choice of the processes that SGLang starts, where the entry point installs. A backend keeps the
+            modes with which it was hooked first.
 
     Returns:
         What is hooked so far, or waits for SGLang to import it, and what was declined and why. Install before CUDA graphs are captured.
@@ -63,8 +64,8 @@ def install(backends: Iterable[str] | None = None, modes: Iterable[str] | None =
     env.configure_logging()
     if env.get("FLASHMAP_DISABLE"):
         return Installation("sglang", declined=(Reason("disabled", "FLASHMAP_DISABLE is set", "unset FLASHMAP_DISABLE"),))
-    wanted = _names("backend", backends, "FLASHMAP_SGLANG_BACKENDS", tuple(BACKENDS))
-    served = _names("mode", modes, "FLASHMAP_SGLANG_MODES", MODES)
+    wanted = _names("backend", backends, "FLASHMAP_SGLANG_BACKENDS", tuple(BACKENDS), tuple(BACKENDS))
+    served = _names("mode", modes, "FLASHMAP_SGLANG_MODES", MODES, _BY_DEFAULT)
     check_environment()
     for name in wanted:
         if name in _waiting or name in _hooked or name in _declined:
@@ -120,8 +121,8 @@ def _hook(name: str, modes: tuple[str, ...]) -> None:
     logger.warning("%s", text)
 
 
-def _names(what: str, given: Iterable[str] | None, variable: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(given if given is not None else env.get(variable) or known))
+def _names(what: str, given: Iterable[str] | None, variable: str, known: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(given if given is not None else env.get(variable) or default))
     for name in names:
         if name not in known:
             raise ValueError(f"no SGLang {what} {name!r} can be hooked: choose among {', '.join(known)}")
