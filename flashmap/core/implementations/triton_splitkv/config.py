@@ -230,11 +230,11 @@ def _has_latent_sm90(request: VerifyRequest, device: DeviceInfo) -> bool:
 
 
 def _fit(config: Config, request: VerifyRequest, device: DeviceInfo, forced: Mapping[str, int]) -> Config | None:
-    """Halve the pipeline, then the tile, until the operands fit in shared memory; what is forced is left as it is."""
-    while shared_memory(config, request) > device.shared_memory:
+    """Shorten the pipeline, then halve the tiles, the longer one first, until the operands fit in shared memory; what is forced is left as it is."""
+    while shared_memory(config, request, device) > device.shared_memory:
         if config.stages > 2 and "stages" not in forced:
             config = replace(config, stages=config.stages - 1)
-        elif config.block_n > 16 and "block_n" not in forced:
+        elif config.block_n > 16 and config.block_n >= config.block_l and "block_n" not in forced:
             config = replace(config, block_n=config.block_n // 2)
         elif config.block_l > 16:
             config = replace(config, block_l=config.block_l // 2)
@@ -246,25 +246,32 @@ def _fit(config: Config, request: VerifyRequest, device: DeviceInfo, forced: Map
     return config
 
 
-def shared_memory(config: Config, request: VerifyRequest) -> int:
+def shared_memory(config: Config, request: VerifyRequest, device: DeviceInfo) -> int:
     """Bytes that the split kernel takes: Q, P, and K and V tiles of the pipeline or of the draft tokens.
 
-    As Triton 3.6 allocates for sm_90 (tests/core/test_compile.py compares): the page ids are one more level of loads, so that
-    two stages buy one tile ahead; 64 rows and more use the warpgroup product, which reads P from registers, holds one more
-    tile, and needs fp8 tiles converted in a buffer of their own.
+    As Triton 3.6 allocates (tests/core/test_compile.py compares, for each generation): the page ids are one more level of loads, so that
+    two stages buy one tile ahead; 64 rows and more use the warpgroup product of Hopper or that of Blackwell, which do not read P from
+    shared memory, hold one more tile, and need fp8 tiles converted in a buffer of their own. A latent V is a view of K's tile there and in
+    fp32, unless Blackwell takes it as it was copied; other products want it beside K, in another layout, and Q once more where only the cache is fp8.
     """
-    size, kv_size = _ITEMSIZE[request.dtype], _ITEMSIZE[request.kv_dtype]
-    warpgroup = config.m >= 64 and request.dtype != "fp32"
+    size, kv_size, major = _ITEMSIZE[request.dtype], _ITEMSIZE[request.kv_dtype], device.capability[0]
+    converted = kv_size != size
+    large = config.m >= 64 and request.dtype != "fp32" and major in (9, 10)
+    view = request.latent and (request.dtype == "fp32" or (large and (major == 9 or converted)))
     k_columns = config.d1 + config.rest
-    columns = k_columns + (0 if request.latent else config.dv)
+    columns = k_columns + (0 if view else config.dv)
     query = config.m * k_columns * size
-    weights = 0 if warpgroup else config.m * max(config.block_n, config.block_l) * size
+    weights = 0 if large else config.m * max(config.block_n, config.block_l) * size
     ahead = max(1, (config.stages - 1) // 2)
-    if warpgroup and kv_size == size:
+    if large and not converted:
         ahead += 1
     tiles = ahead * config.block_n * columns * kv_size
-    if kv_size != size:
-        tiles += config.block_n * columns * size if warpgroup else config.block_l * config.dv * size
+    if converted and large:
+        tiles += config.block_n * columns * size
+    elif converted and request.latent:
+        tiles += query if request.draft == "dense" else 0
+    elif converted:
+        tiles += config.block_l * config.dv * size
     if config.last_merges:  # partial results, three splits ahead
         tiles += 3 * config.m * config.dv * 4
     return query + weights + max(tiles, config.block_l * columns * size) + 1024

@@ -1,12 +1,16 @@
-"""Compile the kernels of triton_splitkv and composite for sm_90 on a machine without a GPU; one JSON line a request.
+"""Compile the kernels of triton_splitkv and composite on a machine without a GPU; one JSON line a request.
+
+    python compile_kernels.py sm90
 
 Run by test_compile.py in a process of its own, as the other tests have Triton interpret instead. Triton's driver is
-replaced by one that names the target; launches become ``warmup`` calls, which compile and stop.
+replaced by one that names the target; launches become ``warmup`` calls, which compile and stop. For sm90, what is measured and tuned, all
+kernels are compiled and assembled; for the others the split kernel alone, for what it takes of shared memory.
 """
 
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +27,8 @@ from flashmap.core.implementations.composite import launch as composite_launch
 from flashmap.core.implementations.triton_splitkv import config, kernels, launch
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-H200 = DeviceInfo.known("sm90")
+ARCH = sys.argv[1] if len(sys.argv) > 1 else "sm90"
+DEVICE = DeviceInfo.known(ARCH)
 GQA = VerifyRequest(32, 8, 128, 128, num_requests=8, max_query_len=4, page_size=64)
 MLA = VerifyRequest(16, 1, 576, 512, num_requests=8, max_query_len=4, page_size=64, latent=True)
 EVERYTHING = dict(mask="packed", window=64, positions=True, kv_start=True, sinks=True, softcap=True, return_lse=True)
@@ -40,6 +45,19 @@ REQUESTS = {
     "mla tree": replace(MLA, max_query_len=17, mask="full", draft="dense"),
     "mla fp8": replace(MLA, kv_dtype="fp8_e4m3", scales="device", mask="qlen", max_query_len=17),
     "mla fp8 dense draft": replace(MLA, kv_dtype="fp8_e5m2", scales="host", draft="dense"),
+}
+# Row blocks of every size, and each way in which K, V and the draft tokens can share tiles.
+ELSEWHERE = {
+    "gqa": GQA,
+    "gqa 68 rows": replace(GQA, max_query_len=17, mask="qlen"),
+    "gqa d256": replace(GQA, head_dim=256, v_head_dim=256, max_query_len=17),
+    "gqa fp8 68 rows": replace(GQA, kv_dtype="fp8_e5m2", max_query_len=17),
+    "mla": MLA,
+    "mla 16 rows": replace(MLA, heads=4),
+    "mla 64 tokens": replace(MLA, max_query_len=64, mask="full", draft="dense"),
+    "mla fp8": replace(MLA, kv_dtype="fp8_e5m2"),
+    "mla fp8 dense draft": replace(MLA, kv_dtype="fp8_e5m2", draft="dense"),
+    "mla fp8 32 rows dense draft": replace(MLA, heads=8, kv_dtype="fp8_e5m2", draft="dense"),
 }
 # For a composite implementation, whose library's result is made up.
 TAILS = {
@@ -67,7 +85,7 @@ class _Compiled:
 def compile_request(request: VerifyRequest) -> dict:
     cpu = torch.device("cpu")
     call = launch.empty_call(request, cpu)
-    plan = launch._plan(replace(call.request, max_kv_len=None), H200)
+    plan = launch._plan(replace(call.request, max_kv_len=None), DEVICE)
     split, merge = _Compiled(launch._split_kernel(plan.config.kernel, request.aligned)), _Compiled(kernels.merge_kernel)
     originals = launch._split_kernel, kernels.merge_kernel
     launch._split_kernel, kernels.merge_kernel = (lambda name, aligned: split), merge
@@ -78,9 +96,9 @@ def compile_request(request: VerifyRequest) -> dict:
     return {
         "config": asdict(plan.config),
         "shared": split.binary.metadata.shared,
-        "estimate": config.shared_memory(plan.config, request),
+        "estimate": config.shared_memory(plan.config, request, DEVICE),
         "merges": merge.binary is not None,
-        **assemble(split.binary.asm["ptx"]),
+        **(assemble(split.binary.asm["ptx"]) if ARCH == "sm90" else {}),
     }
 
 
@@ -92,7 +110,7 @@ def compile_tail(name: str, request: VerifyRequest) -> dict:
     compiled = {kernel: _Compiled(original) for kernel, original in originals.items()}
     for kernel, stand_in in compiled.items():
         setattr(composite_kernels, kernel, stand_in)
-    plan = composite_launch._plan(call.request, H200, name)
+    plan = composite_launch._plan(call.request, DEVICE, name)
     try:
         composite_launch._RUN[name](call, plan, torch.empty(plan.scratch), _library)
     finally:
@@ -129,16 +147,16 @@ def assemble(ptx: str) -> dict:
 if __name__ == "__main__":
     driver.set_active(
         SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_target=lambda: GPUTarget("cuda", int(ARCH.removeprefix("sm")), 32),
             get_current_device=lambda: 0,
             get_current_stream=lambda device=0: 0,
             get_device_interface=lambda: torch.cuda,
             get_active_torch_device=lambda: torch.device("cpu"),
             is_active=lambda: True,
-            utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": H200.shared_memory}),
+            utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": DEVICE.shared_memory}),
         )
     )
-    for name, request in REQUESTS.items():
+    for name, request in (REQUESTS if ARCH == "sm90" else ELSEWHERE).items():
         print(json.dumps({"name": name, **compile_request(request)}), flush=True)
-    for name, (implementation, request) in TAILS.items():
+    for name, (implementation, request) in (TAILS if ARCH == "sm90" else {}).items():
         print(json.dumps({"name": name, **compile_tail(implementation, request)}), flush=True)
