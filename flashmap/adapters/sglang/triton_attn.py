@@ -68,6 +68,7 @@ def hook(modes: tuple[str, ...]) -> tuple[Hook, ...]:
     return tuple(hooks)
 
 
+@torch.compiler.disable
 def forward_extend(
     modes: tuple[str, ...], original: Any, self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -78,7 +79,10 @@ def forward_extend(
 
 
 def forward_decode(original: Any, self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's ``forward_decode`` around our kernel, where a drafter decodes: its instances alone have no prefill."""
+    """SGLang's ``forward_decode`` around our kernel, where a drafter decodes: its instances alone have no prefill.
+
+    Not hidden from torch.compile as a whole, for a target's decoding, which SGLang may compile, comes through here too.
+    """
     engine = functools.partial(original, self, q, k, v, layer, forward_batch, *args, **kwargs)
     role = serve.role(forward_batch.forward_mode, ("draft_decode",)) if self.skip_prefill else None
     return engine() if role is None else _around(engine, "decode_attention_fwd", _Decode, self, layer, forward_batch, role)
