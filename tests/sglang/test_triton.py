@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rig import CLOSE, Graph, Rig, check_served, counts
+from rig import CLOSE, TRANSLATES, Graph, Rig, check_served, counts
 
 from flashmap.adapters import observe
 from flashmap.core import stats
@@ -170,6 +170,22 @@ def test_draft_decode_with_sinks_a_soft_cap_and_scales(installed, options, impl)
     tolerance = CLOSE if rig.dtype == torch.float32 else {"rtol": 0, "atol": 4e-3}
     torch.testing.assert_close(ours.float(), rig.decoded(batch, 0, sinks), **tolerance)
     assert counts() == {(impl, "routed", ""): 1}
+
+
+@pytest.mark.skipif(not TRANSLATES, reason="0.5.17's drafter lists no keys for a window")
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("topk", [1, 4])
+def test_draft_decode_on_a_layer_with_a_window(installed, topk, impl):
+    """SGLang lists the keys inside the window alone."""
+    rig = drafter(topk, window=8)
+    steps, batch = rig.drafting()
+    steps.init_forward_metadata(batch)
+    theirs = [rig.decode(backend, batch) for backend in steps.attn_backends]
+    assert not torch.allclose(theirs[0], rig.decoded(batch, 0), atol=1e-2), "or the window would hide nothing"
+    installed(impl, modes=["draft_decode"])
+    for backend, before in zip(steps.attn_backends, theirs, strict=True):
+        torch.testing.assert_close(rig.decode(backend, batch), before, **CLOSE)
+    assert counts() == {(impl, "routed", ""): 3}
 
 
 @pytest.mark.parametrize("topk", [1, 4])
