@@ -57,6 +57,8 @@ ELSEWHERE = {
     "mla 64 tokens": replace(MLA, max_query_len=64, mask="full", draft="dense"),
     "mla fp8": replace(MLA, kv_dtype="fp8_e5m2"),
     "mla fp8 dense draft": replace(MLA, kv_dtype="fp8_e5m2", draft="dense"),
+    "mla fp32 with an fp8 cache": replace(MLA, heads=4, dtype="fp32", kv_dtype="fp8_e5m2"),
+    "gqa d192 fp8 dense draft": replace(GQA, head_dim=192, max_query_len=17, kv_dtype="fp8_e5m2", draft="dense"),
     "mla fp8 32 rows dense draft": replace(MLA, heads=8, kv_dtype="fp8_e5m2", draft="dense"),
 }
 # For a composite implementation, whose library's result is made up.

@@ -266,15 +266,19 @@ def shared_memory(config: Config, request: VerifyRequest, device: DeviceInfo) ->
     if large and not converted:
         ahead += 1
     tiles = ahead * config.block_n * columns * kv_size
-    if converted and large:
-        tiles += config.block_n * columns * size
-    elif converted and request.latent:
-        tiles += query if request.draft == "dense" else 0
-    elif converted:
-        tiles += config.block_l * config.dv * size
+    if converted:
+        dense = request.draft == "dense"
+        if large:
+            tiles += config.block_n * columns * size
+        elif request.dtype == "fp32":
+            tiles += config.block_n * (config.dv + config.rest) * size
+        elif request.latent:
+            tiles += query if dense else 0
+        else:
+            tiles += config.block_l * (columns + config.rest if dense else config.dv) * size
     if config.last_merges:  # partial results, three splits ahead
         tiles += 3 * config.m * config.dv * 4
-    return query + weights + max(tiles, config.block_l * columns * size) + 1024
+    return query + weights + max(tiles, config.block_l * columns * size) + 2048
 
 
 def overrides() -> dict[str, int]:
