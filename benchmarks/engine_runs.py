@@ -73,38 +73,25 @@ def _sglang(what: str) -> Iterator[Run]:
             forced = "forced" if name.endswith("chain") else "auto"
             yield from _grid(name, arguments, ("triton", "fa3"), ("off", forced, "check"))
         # As engines/sglang.py starts it, SGLang 0.5.17 accepted 1.5 tokens a step of EAGLE3, with prefill graphs 3.7.
-        e3 = [
-            "--model",
-            LLAMA,
-            "--draft",
-            EAGLE3,
-            "--steps",
-            "5",
-            *tree,
-            "--engine-args",
-            json.dumps({"disable_prefill_cuda_graph": False}),
-        ]
+        graphs = ["--engine-args", json.dumps({"disable_prefill_cuda_graph": False})]
+        e3 = ["--model", LLAMA, "--draft", EAGLE3, "--steps", "5", *tree, *graphs]
         yield from _grid("ll-e3tree", e3, ("triton",), ("off", "auto"))
         paged = ["--page-size", "64"]
         yield from _grid("ds-p64", ds + tree + paged, ("fa3",), ("auto",))  # without FlashMap it ends with an illegal memory access
         yield from _grid("ll-p64", ll + tree + paged, ("fa3",), ("off", "auto"))
         for name, arguments in small:
-            for run in _grid(f"{name}-qlen", arguments, ("triton",), ("auto",)):
-                yield Run(run.name, run.arguments, {"FLASHMAP_SGLANG_QLEN_MASK": "1"})
-            for run in _grid(f"{name}-drafts", arguments, ("triton",), ("auto",)):
-                yield Run(run.name, run.arguments, _DRAFTS)
+            yield from _grid(f"{name}-qlen", arguments, ("triton",), ("auto",), {"FLASHMAP_SGLANG_QLEN_MASK": "1"})
+            yield from _grid(f"{name}-drafts", arguments, ("triton",), ("auto",), _DRAFTS)
     elif what in ("acceptance", "soak"):
         for name, arguments in small:
             yield from _grid(name, arguments, ("triton", "fa3"), ("off", "auto") if what == "acceptance" else ("auto",))
-            for run in _grid(f"{name}-drafts", arguments, ("triton",), ("auto",)):
-                yield Run(run.name, run.arguments, _DRAFTS)
+            yield from _grid(f"{name}-drafts", arguments, ("triton",), ("auto",), _DRAFTS)
     else:
         llama = [*_BIG["llama"], "5", "--draft", "eagle8b_sglang"]
         for kind, more in (("tree", tree), ("chain", [])):
             for name, arguments in (("llama", llama), ("dsv3", _BIG["dsv3"])):
                 yield from _grid(f"{name}-{kind}", [*arguments, *more, *_CTX], ("triton", "fa3"), ("off", "auto"))
-            for run in _grid(f"llama-{kind}-drafts", [*llama, *more, *_CTX], ("triton",), ("auto",)):
-                yield Run(run.name, run.arguments, _DRAFTS)
+            yield from _grid(f"llama-{kind}-drafts", [*llama, *more, *_CTX], ("triton",), ("auto",), _DRAFTS)
         yield from _grid("dsv3-tree", [*_BIG["dsv3"], *tree, *_CTX], ("fa3",), ("forced", "fa3_tail"))
 
 
@@ -126,8 +113,7 @@ def _vllm(what: str) -> Iterator[Run]:
         yield from _grid("ds-plain", ["--model", DEEPSEEK, "--method", "none"], ("TRITON_MLA",), ("off",))
         for name, arguments, backend in (("ll", ll, "TRITON_ATTN"), ("ds", ds, "TRITON_MLA")):
             for runner in "01":
-                for run in _grid(f"{name}-v2is{runner}", arguments, (backend,), ("forced",)):
-                    yield Run(run.name, run.arguments, {"VLLM_USE_V2_MODEL_RUNNER": runner})
+                yield from _grid(f"{name}-v2is{runner}", arguments, (backend,), ("forced",), {"VLLM_USE_V2_MODEL_RUNNER": runner})
     elif what in ("acceptance", "soak"):
         yield from _grid("ll", ll, dense, ("off", "auto") if what == "acceptance" else ("auto",))
         yield from _grid("ds", ds, latent[:2], ("off", "auto"))
@@ -136,10 +122,12 @@ def _vllm(what: str) -> Iterator[Run]:
         yield from _grid("dsv3", [*_BIG["dsv3"], *_CTX], latent[:2], ("off", "auto"))
 
 
-def _grid(name: str, arguments: list[str], backends: tuple[str, ...], flashmap: tuple[str, ...]) -> Iterator[Run]:
+def _grid(
+    name: str, arguments: list[str], backends: tuple[str, ...], flashmap: tuple[str, ...], environ: dict[str, str] | None = None
+) -> Iterator[Run]:
     for backend in backends:
         for mode in flashmap:
-            yield Run(f"{name}-{backend}-{mode}", [*arguments, "--backend", backend, "--flashmap", mode])
+            yield Run(f"{name}-{backend}-{mode}", [*arguments, "--backend", backend, "--flashmap", mode], environ or {})
 
 
 # -- running ------------------------------------------------------------------------------------------------------------

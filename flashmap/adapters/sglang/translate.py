@@ -118,15 +118,12 @@ def _extend_reason(call: Extend, masked: bool) -> str | None:
     return "scales" if _is_latent(call.k_buffer, call.v_buffer) and call.k_scale != call.v_scale else None
 
 
-# What else ``decode_attention_fwd`` is given: buffers of its own, and how it shall run.
-_HOW = {
-    "o", "attn_logits", "attn_lse", "num_kv_splits", "max_kv_splits", "has_mla", "use_pdl", "page_size", "aux_tensors", "enable_lean",
-    "lean_Mp", "lean_Lp", "lean_Op", "lean_locks", "uneven_batch",
-}  # fmt: skip
-_DECODED = {
-    "q", "k_buffer", "v_buffer", "kv_indptr", "kv_indices", "sm_scale", "k_scale", "v_scale", "logit_cap", "sinks", "xai_temperature_len",
-    "score_mod",
-}  # fmt: skip
+# Of ``decode_attention_fwd``, in its order; and how 0.5.23 tells it to run, which is its own affair.
+DECODE_PARAMETERS = (
+    "q", "k_buffer", "v_buffer", "o", "kv_indptr", "kv_indices", "attn_logits", "attn_lse", "num_kv_splits", "max_kv_splits", "sm_scale",
+    "k_scale", "v_scale", "logit_cap", "sinks", "xai_temperature_len", "has_mla", "use_pdl", "page_size", "score_mod", "aux_tensors",
+)  # fmt: skip
+_LEAN = {"enable_lean", "lean_Mp", "lean_Lp", "lean_Op", "lean_locks", "uneven_batch"}
 
 
 def decode(call: Mapping[str, Any], cu_seqlens_q: torch.Tensor) -> Batch | str:
@@ -137,7 +134,7 @@ def decode(call: Mapping[str, Any], cu_seqlens_q: torch.Tensor) -> Batch | str:
     q, k, v = call["q"], call["k_buffer"], call["v_buffer"]
     if call.get("score_mod") is not None:
         return "score_mod"
-    if any(value is not None for name, value in call.items() if name not in _HOW | _DECODED):
+    if any(value is not None for name, value in call.items() if name not in DECODE_PARAMETERS and name not in _LEAN):
         return "argument"
     if (call.get("xai_temperature_len") or -1) > 0:
         return "xai_temperature"

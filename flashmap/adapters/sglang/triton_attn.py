@@ -28,10 +28,6 @@ MODULE = "sglang.srt.layers.attention.triton_backend"
 _EXTEND = "sglang.kernels.ops.attention.extend_attention"
 _DECODE = "sglang.kernels.ops.attention.decode_attention"
 _MODE = "sglang.srt.model_executor.forward_batch_info:ForwardMode"
-_DECODE_PARAMETERS = (
-    "q", "k_buffer", "v_buffer", "o", "kv_indptr", "kv_indices", "attn_logits", "attn_lse", "num_kv_splits", "max_kv_splits", "sm_scale",
-    "k_scale", "v_scale", "logit_cap", "sinks", "xai_temperature_len", "has_mla", "use_pdl", "page_size", "score_mod", "aux_tensors",
-)  # fmt: skip
 
 CONTRACTS = (
     Contract(f"{MODULE}:TritonAttnBackend.__init__", ("model_runner",), uses=("extend_attention_fwd", "decode_attention_fwd", "skip_prefill", "enable_deterministic", "dcp_size", "topk")),
@@ -48,7 +44,7 @@ CONTRACTS = (
         ),
         in_order=16,
     ),
-    Contract(f"{_DECODE}:decode_attention_fwd", _DECODE_PARAMETERS, in_order=len(_DECODE_PARAMETERS)),
+    Contract(f"{_DECODE}:decode_attention_fwd", translate.DECODE_PARAMETERS, in_order=len(translate.DECODE_PARAMETERS)),
     Contract(f"{_MODE}.is_target_verify"),
     Contract(f"{_MODE}.is_draft_extend_v2"),
     Contract(f"{_MODE}.is_decode"),
@@ -146,11 +142,11 @@ class _Decode(_Kernel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.reached = True
-        if len(args) > len(_DECODE_PARAMETERS):
+        if len(args) > len(translate.DECODE_PARAMETERS):
             serve.left(KERNEL, self._role, "argument", "more arguments by position than are known")
             self._engine(*args, **kwargs)
             return
-        call = dict(zip(_DECODE_PARAMETERS, args, strict=False)) | kwargs
+        call = dict(zip(translate.DECODE_PARAMETERS, args, strict=False)) | kwargs
 
         def engine(into: torch.Tensor) -> None:
             self._engine(**call | {"o": into})
