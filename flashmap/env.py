@@ -105,7 +105,7 @@ VARIABLES: dict[str, Variable] = {
             _names,
             "target_verify, draft_extend_v2 and draft_decode, separated by commas",
             None,
-            "what of SGLang to serve; unset: the first two",
+            "what of SGLang to serve; unset: all three",
         ),
         Variable(
             "FLASHMAP_SGLANG_QLEN_MASK",

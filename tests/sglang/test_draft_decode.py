@@ -150,13 +150,14 @@ def test_draft_decode_prepares_for_every_branch(installed, monkeypatch):
     assert made == [(1, "cache", serving.Limits(64, 1, 192))]
 
 
-def test_draft_decode_is_sglangs_unless_it_is_asked_for(installed):
-    installed()
+@pytest.mark.parametrize("modes, routed", [(None, True), (["target_verify", "draft_extend_v2"], False)])
+def test_draft_decode_is_routed_unless_others_are_asked_for(installed, modes, routed):
+    installed(modes=modes)
     rig = drafter()
     steps, batch = rig.drafting()
     steps.init_forward_metadata(batch)
     rig.decode(steps.attn_backends[0], batch)
-    assert counts() == {}
+    assert counts() == ({("torch_dense", "routed", ""): 1} if routed else {})
 
 
 def test_a_target_that_decodes_is_left_alone(installed):

@@ -36,7 +36,7 @@ def test_hooks_both_backends_and_restores_them():
     before = state()
     installation = install("sglang")
     assert targets(installation) == [
-        "TritonAttnBackend.forward_extend", "TritonAttnBackend.init_cuda_graph_state",
+        "TritonAttnBackend.forward_extend", "TritonAttnBackend.forward_decode", "TritonAttnBackend.init_cuda_graph_state",
         "FlashAttentionBackend.forward_extend", "FlashAttentionBackend.init_cuda_graph_state", "flash_attn_with_kvcache",
         "merge_state_v2_wrapper", "FlashAttentionBackend.init_forward_metadata", "FlashAttentionBackend.init_forward_metadata_in_graph",
     ]  # fmt: skip
@@ -295,5 +295,5 @@ def test_doctor_says_what_is_hooked(run_python):
     code = "import json\nfrom flashmap.core.diagnostics import examine\nprint(json.dumps([[f.subject, f.verdict, f.code, f.text] for f in examine().findings]))"
     found, _ = run_python(code)
     ours = {(verdict, code): text for subject, verdict, code, text in found if subject == "sglang"}
-    assert ours["ok", "active"] == "would run with FlashMap (8 hooked)"
+    assert ours["ok", "active"] == "would run with FlashMap (9 hooked)"
     assert "flashmap.adapters.sglang:register is visible in sglang.srt.plugins" in ours["ok", "entry_point"]

@@ -22,7 +22,6 @@ from flashmap.core.interface import Reason
 logger = logging.getLogger(__name__)
 
 MODES = ("target_verify", "draft_extend_v2", "draft_decode")
-_BY_DEFAULT = ("target_verify", "draft_extend_v2")  # a drafter's decoding has not run on a GPU with us
 # SGLang's module of each backend, ours that hooks it, and the modes that it serves.
 BACKENDS = {
     "triton": ("sglang.srt.layers.attention.triton_backend", "flashmap.adapters.sglang.triton_attn", MODES),
@@ -50,7 +49,7 @@ def install(backends: Iterable[str] | None = None, modes: Iterable[str] | None =
 
     Args:
         backends: "triton", "fa3"; None: FLASHMAP_SGLANG_BACKENDS, or else both.
-        modes: "target_verify", "draft_extend_v2", "draft_decode" (of triton alone); None: FLASHMAP_SGLANG_MODES, or else the first two. What
+        modes: "target_verify", "draft_extend_v2", "draft_decode" (of triton alone); None: FLASHMAP_SGLANG_MODES, or else all three. What
             is given here also becomes the choice of the processes that SGLang starts, where the entry point installs. A backend keeps the
             modes with which it was hooked first.
 
@@ -65,7 +64,7 @@ def install(backends: Iterable[str] | None = None, modes: Iterable[str] | None =
     if env.get("FLASHMAP_DISABLE"):
         return Installation("sglang", declined=(Reason("disabled", "FLASHMAP_DISABLE is set", "unset FLASHMAP_DISABLE"),))
     wanted = _names("backend", backends, "FLASHMAP_SGLANG_BACKENDS", tuple(BACKENDS), tuple(BACKENDS))
-    served = _names("mode", modes, "FLASHMAP_SGLANG_MODES", MODES, _BY_DEFAULT)
+    served = _names("mode", modes, "FLASHMAP_SGLANG_MODES", MODES, MODES)
     check_environment()
     for name in wanted:
         if name in _waiting or name in _hooked or name in _declined:
