@@ -89,7 +89,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("what", nargs="+", choices=tuple(MEASURES))
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft", type=Path, help="drafter's folder (default: the target's own MTP layer)")
-    parser.add_argument("--method", choices=("eagle", "eagle3", "mtp", "ngram", "none"), help="default: eagle with --draft, mtp without")
+    parser.add_argument(
+        "--method", choices=("eagle", "eagle3", "mtp", "ngram", "none"), help="default: what the drafter is, mtp without --draft"
+    )
     parser.add_argument("--backend", help="the engine's attention backend (default: its own choice)")
     parser.add_argument("--steps", type=int, default=3, help="of the drafter")
     parser.add_argument("--topk", type=int, default=1)
@@ -106,11 +108,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json-out", type=Path, help="a file; WHAT in its name stands for what is measured")
     args = parser.parse_args()
     args.ctx = [int(n) for n in args.ctx.split(",")]
-    args.method = args.method or ("eagle" if args.draft else "mtp")
     args.draft_tokens = args.draft_tokens or (args.steps + 1 if args.topk == 1 else 8)
     for folder in filter(None, (args.model, args.draft)):
         if not (folder / "config.json").is_file():
             parser.error(f"there is no config.json in {folder}")
+    args.method = args.method or _method(args.draft)
     if args.engine == "vllm" and args.topk > 1:
         parser.error("--topk: vLLM has no trees")
     if "steps" in args.what and len(args.what) > 1:
@@ -118,6 +120,14 @@ def _arguments() -> argparse.Namespace:
     if args.profile and args.what != ["steps"]:
         parser.error("--profile goes with steps")
     return args
+
+
+def _method(draft: Path | None) -> str:
+    """What drafts. An engine that takes an EAGLE3 head for one of EAGLE starts all the same, and accepts next to nothing."""
+    if draft is None:
+        return "mtp"
+    names = json.loads((draft / "config.json").read_text()).get("architectures", [])
+    return "eagle3" if any("Eagle3" in name for name in names) else "eagle"
 
 
 def _wait_for_all(turn: Path | None) -> None:

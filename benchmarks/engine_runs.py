@@ -40,7 +40,7 @@ SHAPES = {
     "eagle8b_sglang": _LLAMA | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]},
     "dsv3": _DEEPSEEK,
 }
-_DRAFTS = {"FLASHMAP_SGLANG_MODES": "target_verify,draft_extend_v2,draft_decode"}
+_NO_DRAFTS = {"FLASHMAP_SGLANG_MODES": "target_verify,draft_extend_v2"}
 _CTX = ["--ctx", "8192,32768"]
 _BIG = {"llama": ["--model", "llama8b", "--steps"], "dsv3": ["--model", "dsv3", "--steps", "3"]}
 
@@ -72,26 +72,22 @@ def _sglang(what: str) -> Iterator[Run]:
         for name, arguments in (*small, ("ds-chain", ds), ("ll-chain", ll)):
             forced = "forced" if name.endswith("chain") else "auto"
             yield from _grid(name, arguments, ("triton", "fa3"), ("off", forced, "check"))
-        # As engines/sglang.py starts it, SGLang 0.5.17 accepted 1.5 tokens a step of EAGLE3, with prefill graphs 3.7.
-        graphs = ["--engine-args", json.dumps({"disable_prefill_cuda_graph": False})]
-        e3 = ["--model", LLAMA, "--draft", EAGLE3, "--steps", "5", *tree, *graphs]
+        e3 = ["--model", LLAMA, "--draft", EAGLE3, "--steps", "5", *tree]
         yield from _grid("ll-e3tree", e3, ("triton",), ("off", "auto"))
         paged = ["--page-size", "64"]
         yield from _grid("ds-p64", ds + tree + paged, ("fa3",), ("auto",))  # without FlashMap it ends with an illegal memory access
         yield from _grid("ll-p64", ll + tree + paged, ("fa3",), ("off", "auto"))
         for name, arguments in small:
             yield from _grid(f"{name}-qlen", arguments, ("triton",), ("auto",), {"FLASHMAP_SGLANG_QLEN_MASK": "1"})
-            yield from _grid(f"{name}-drafts", arguments, ("triton",), ("auto",), _DRAFTS)
     elif what in ("acceptance", "soak"):
         for name, arguments in small:
             yield from _grid(name, arguments, ("triton", "fa3"), ("off", "auto") if what == "acceptance" else ("auto",))
-            yield from _grid(f"{name}-drafts", arguments, ("triton",), ("auto",), _DRAFTS)
     else:
         llama = [*_BIG["llama"], "5", "--draft", "eagle8b_sglang"]
         for kind, more in (("tree", tree), ("chain", [])):
             for name, arguments in (("llama", llama), ("dsv3", _BIG["dsv3"])):
                 yield from _grid(f"{name}-{kind}", [*arguments, *more, *_CTX], ("triton", "fa3"), ("off", "auto"))
-            yield from _grid(f"llama-{kind}-drafts", [*llama, *more, *_CTX], ("triton",), ("auto",), _DRAFTS)
+            yield from _grid(f"llama-{kind}-nodrafts", [*llama, *more, *_CTX], ("triton",), ("auto",), _NO_DRAFTS)
         yield from _grid("dsv3-tree", [*_BIG["dsv3"], *tree, *_CTX], ("fa3",), ("forced", "fa3_tail"))
 
 

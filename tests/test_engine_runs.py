@@ -25,6 +25,7 @@ def test_arguments_are_those_of_engine_bench(engine, whats, tmp_path, monkeypatc
         arguments = [engine_runs._model(w, tmp_path) if words[i - 1] in ("--model", "--draft") else w for i, w in enumerate(words)]
         monkeypatch.setattr(sys, "argv", ["engine_bench", engine, *run.whats, *arguments])
         args = engine_bench._arguments()
+        assert ("e3" in run.name) == (args.method == "eagle3")
         assert run.name.endswith(f"{args.backend}-{args.flashmap}")
 
 
