@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "img"
 OP = RESULTS / "2026-12-01-h200-op.jsonl"
 FEATURES = RESULTS / "2026-12-01-h200-features.jsonl"
-STEPS = (RESULTS / "2026-12-01-h200-sglang" / "sglang-steps.jsonl", RESULTS / "2026-12-01-h200-vllm" / "vllm-steps.jsonl")
+STEPS = (RESULTS / "2026-12-01-h200-sglang-drafts" / "sglang-steps.jsonl", RESULTS / "2026-12-01-h200-vllm" / "vllm-steps.jsonl")
 
 LABELS = {"sglang": "SGLang", "vllm": "vLLM"}
 OURS, GREY = SERIES["FlashMap"][1], "#9aa5b1"
@@ -32,7 +32,8 @@ def main() -> None:
         print(path)
     rows = [json.loads(line) for path in STEPS for line in path.read_text().splitlines()]
     # SGLang's trees, and vLLM's chains, as it has no trees.
-    figure = engine_steps([row for row in rows if row["model"] == "llama8b" and (row["topk"] > 1 or row["engine"] == "vllm")])
+    rows = [row for row in rows if row["model"] == "llama8b" and (row["topk"] > 1 or row["engine"] == "vllm")]
+    figure = engine_steps([row for row in rows if "nodrafts" not in row["name"]])
     figure.savefig(IMAGES / "engine-steps.svg", bbox_inches="tight", metadata={"Date": None})
     print(IMAGES / "engine-steps.svg")
     readme_table.main(OP)
